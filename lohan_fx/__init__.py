@@ -1,0 +1,37 @@
+"""Train models far larger than GPU memory, at close to the speed as if they fitted.
+
+`compile` is the one new line in a training loop; `profile_hardware` measures the machine that
+plans are made for. Importing the package's torch-free parts (`lohan_fx.planners`,
+`lohan_fx.hardware`, …) does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lohan_fx.api import compile
+    from lohan_fx.hardware import HardwareProfile, MemoryBudget
+    from lohan_fx.plan import Plan
+    from lohan_fx.profiling import profile_hardware
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "compile": "lohan_fx.api",
+    "HardwareProfile": "lohan_fx.hardware",
+    "MemoryBudget": "lohan_fx.hardware",
+    "Plan": "lohan_fx.plan",
+    "profile_hardware": "lohan_fx.profiling",
+}
+
+__all__ = ["HardwareProfile", "MemoryBudget", "Plan", "compile", "profile_hardware"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names on first use, so that planning needs no torch."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'lohan_fx' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)

@@ -1,0 +1,140 @@
+"""`compile`: the one new line in a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from lohan_fx.capture import Outputs
+from lohan_fx.compiled import CompiledModel, Options
+from lohan_fx.errors import HardwareError, LohanError
+from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.plan import SCHEDULES, Plan, Schedule
+from lohan_fx.planners import Planner, PlannerOptions, get
+from lohan_fx.printing import ProgramModule
+from lohan_fx.profiling import profile_hardware
+from lohan_fx.report import report_text
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class LohanModule(nn.Module):
+    """What a compiled module's class adds to the user's class."""
+
+    @property
+    def lohan(self) -> CompiledModel:
+        """The compiled model behind this module: programs, counters, `prepare`, `close`."""
+        compiled = self.__dict__["_lohan"]
+        assert isinstance(compiled, CompiledModel)
+        return compiled
+
+    @property
+    def graph(self) -> ProgramModule:
+        """The rewritten program that ran last: print it, walk it, save it, draw it."""
+        return self.lohan.program().graph
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of that program."""
+        return self.lohan.program().plan
+
+    def report(self) -> str:
+        """The plan and its prediction as tables, and what was moved so far."""
+        return report_text(self.lohan)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.lohan(args, kwargs)
+
+
+def compile(
+    model: M,
+    *,
+    hw: HardwareProfile | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    strategy: str | Planner = "lohan",
+    memory: Mapping[str, int | str] | None = None,
+    dtype: torch.dtype | None | Literal["auto"] = "auto",
+    outputs: Outputs = "auto",
+    states: Literal["auto", "device", "host", "ssd"] = "auto",
+    swap_to: Literal["auto", "host", "ssd"] = "auto",
+    schedule: Schedule = "optimized",
+    plan: Plan | None = None,
+) -> M:
+    """Make `model` train within a memory budget, with plain PyTorch's numbers.
+
+    The model is changed in place and returned: its class becomes a subclass whose forward runs
+    the rewritten program (isinstance, state_dict, printing and attributes stay). Nothing is
+    traced or moved before the first forward, whose inputs it needs.
+
+    Args:
+        model: any module that Dynamo can trace whole.
+        hw: from `profile_hardware` or a preset; measured now (without SSDs) if None.
+        optimizer: a torch.optim optimizer over the model's parameters. With it, parameters and
+            optimizer states live where the plan puts them and gradients are consumed while
+            backward runs; ``optimizer.step()`` joins. Without it, only activations are managed
+            and gradients land in ``.grad``.
+        strategy: a registered name (`lohan_fx.planners.names()`) or a callable.
+        memory: budget, e.g. ``{"device": "300MiB", "host": "16GiB"}``; parts of the hardware's
+            capacity if absent.
+        dtype: compute dtype; parameters then have fp32 masters and a compute copy. "auto":
+            bfloat16 on CUDA with an optimizer, otherwise the model's own dtype (None).
+        outputs: which outputs get gradients: "auto" (the loss: floating-point scalars; all
+            outputs if there is none), "all", or names of top-level outputs.
+        states: tier of parameters and optimizer states; "auto" lets the strategy choose.
+        swap_to: tier of swapped activations; "auto" fills host memory first.
+        schedule: "optimized", "naive" or "serial" (LoHan Fig. 3); how updates overlap.
+        plan: a plan made earlier for the same model and inputs; replaces the strategy.
+
+    Raises:
+        UnsupportedOptimizerError: the optimizer's update is not elementwise.
+        HardwareError: the profile and the machine, or the budget and the profile, disagree.
+        At the first forward: CaptureError, InsufficientMemoryError, StorageError, PlanError.
+    """
+    if not isinstance(model, nn.Module):
+        raise LohanError(f"compile needs a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, LohanModule):
+        raise LohanError(
+            "the model is compiled already: call model.lohan.close() before compiling it again"
+        )
+    if schedule not in SCHEDULES:
+        raise LohanError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
+    get(strategy)
+    hw = hw if hw is not None else profile_hardware()
+    device = _device(hw)
+    if dtype == "auto":
+        on_gpu = device.type == "cuda" and optimizer is not None
+        dtype = torch.bfloat16 if on_gpu else None
+    if dtype is not None and optimizer is None:
+        raise LohanError("dtype= needs optimizer=: without one there are no masters to update")
+    compiled = CompiledModel(
+        model,
+        optimizer,
+        Options(
+            hw=hw,
+            budget=MemoryBudget.from_request(hw, memory),
+            device=device,
+            dtype=dtype,
+            strategy=strategy,
+            planner=PlannerOptions(states=states, swap_to=swap_to, schedule=schedule),
+            outputs=outputs,
+            plan=plan,
+        ),
+    )
+    cls = type(model)
+    model.__dict__["_lohan"] = compiled
+    model.__class__ = type(cls.__name__, (LohanModule, cls), {"__module__": cls.__module__})
+    return model
+
+
+def _device(hw: HardwareProfile) -> torch.device:
+    if hw.device_kind != "cuda":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise HardwareError(
+            f"profile {hw.name!r} is of a CUDA device, and this machine has none: profile this "
+            "machine with profile_hardware()"
+        )
+    return torch.device("cuda", torch.cuda.current_device())

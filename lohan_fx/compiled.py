@@ -1,0 +1,603 @@
+"""A compiled model: programs by input signature, the memory that they share, one step's calls.
+
+`CompiledModel` belongs to one nn.Module. The module's class is replaced by a subclass whose
+forward runs the programs (as FSDP2 does), so that isinstance checks, attributes, state_dict and
+printing stay what they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lohan_fx import footprint
+from lohan_fx.annotate import StateLayout, UnitLayout, annotate, unit_layouts
+from lohan_fx.capture import Captured, Outputs, capture
+from lohan_fx.errors import CaptureError, InsufficientMemoryError, LohanError, StepError
+from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.passes import PassManager, Rewrite, pipeline
+from lohan_fx.passes.split import split
+from lohan_fx.passes.verify import check_invariants, check_program
+from lohan_fx.plan import Plan, Tier
+from lohan_fx.planners import make_plan
+from lohan_fx.planners.registry import Planner, PlannerOptions
+from lohan_fx.printing import ProgramModule
+from lohan_fx.program import Program, Residency, residency
+from lohan_fx.runtime.arena import Arena, BufferRing, Layout
+from lohan_fx.runtime.engine import Engine, Slot, SlotStore
+from lohan_fx.runtime.executor import Executor
+from lohan_fx.runtime.lanes import Counters, Lanes
+from lohan_fx.runtime.ops import engines
+from lohan_fx.runtime.optimizer import UnitOptimizer, check_supported
+from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
+from lohan_fx.runtime.states import ModelStates
+from lohan_fx.runtime.updates import Updater
+from lohan_fx.workload import Workload
+
+logger = logging.getLogger("lohan_fx")
+
+MAX_PROGRAMS = 8
+"""Programs kept for one model; the least recently used one goes first."""
+
+NUM_IO_THREADS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `lohan_fx.compile` was asked for; see there."""
+
+    hw: HardwareProfile
+    budget: MemoryBudget
+    device: torch.device
+    dtype: torch.dtype | None
+    strategy: str | Planner
+    planner: PlannerOptions
+    outputs: Outputs
+    plan: Plan | None = None
+
+
+@dataclass(kw_only=True)
+class CompiledProgram:
+    """One program with everything that explains it."""
+
+    workload: Workload
+    plan: Plan
+    graph: ProgramModule
+    instructions: Program
+    memory: Residency
+    executor: Executor
+
+
+@dataclass(kw_only=True)
+class Memory:
+    """What all programs of a model share: the slab, the lanes, the SSD directory, the states."""
+
+    lanes: Lanes
+    store: SlotStore
+    states: ModelStates
+    updater: Updater | None
+    arena: Arena | None
+    pool: IoPool | None
+    run: RunDirectory | None
+    file: StripedFile | None
+    layout: Layout
+
+    def close(self) -> None:
+        """Join all threads, give all memory back, remove all files.
+
+        Memory behind parameters that somebody still holds goes with the last of them.
+        """
+        if self.updater is not None:
+            self.updater.abort()
+            self.updater.close()
+        self.lanes.close()
+        self.store.close()
+        if self.file is not None:
+            self.file.close()
+        if self.pool is not None:
+            self.pool.close()
+        if self.run is not None:
+            self.run.close()
+        if self.arena is not None:
+            self.arena.close()
+
+
+class CompiledModel:
+    """The programs of one module. Made by `lohan_fx.compile`; reached as ``model.lohan``."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._original = type(model)
+        self.options = options
+        self.optimizer = optimizer
+        self.programs: OrderedDict[Any, CompiledProgram] = OrderedDict()
+        self.memory: Memory | None = None
+        self.latest: CompiledProgram | None = None
+        self._said: set[str] = set()
+        managed = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
+        self._trained = tuple(
+            name
+            for name, p in model.named_parameters()
+            if id(p) in managed and p.requires_grad
+        )
+        self._state_layout = StateLayout(
+            compute_dtype=options.dtype if optimizer is not None else None,
+            num_states=_num_states(model, optimizer, self._trained),
+        )
+        self._layouts: tuple[UnitLayout, ...] = unit_layouts(
+            model, self._trained, self._state_layout
+        )
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._closer: weakref.finalize[Any, Any] | None = None
+        self._hook = None
+        if optimizer is not None:
+            check_supported(optimizer)
+            self._hook = optimizer.register_step_pre_hook(_Join(self))
+
+    # -- public views -----------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise StepError("the compiled model has been deleted")
+        return model
+
+    def program(self) -> CompiledProgram:
+        """The training program that ran last (or the evaluation program, if none did)."""
+        if self.latest is None:
+            raise StepError(
+                "there is no program yet: it is made from the first inputs. Run one forward, or "
+                "call model.lohan.prepare(*args, **kwargs)"
+            )
+        return self.latest
+
+    @property
+    def counters(self) -> Counters:
+        """Bytes moved since the model was compiled."""
+        return self.memory.lanes.counters.copy() if self.memory is not None else Counters()
+
+    # -- programs ---------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, **kwargs: Any) -> CompiledProgram:
+        """Make the program for these inputs without running it."""
+        return self._program(args, kwargs)
+
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledProgram:
+        grad = torch.is_grad_enabled() and (
+            any(p.requires_grad for p in self.model.parameters())
+            or any(
+                isinstance(x, Tensor) and x.requires_grad
+                for x in pytree.tree_leaves((args, kwargs))
+            )
+        )
+        key = self._signature(args, kwargs, grad)
+        found = self.programs.get(key)
+        if found is None:
+            if len(self.programs) >= MAX_PROGRAMS:
+                _, old = self.programs.popitem(last=False)
+                old.executor.drop_pending()
+            if any(p.executor.captured.has_backward == grad for p in self.programs.values()):
+                self._say(
+                    "shapes",
+                    "inputs of a new shape, dtype or mode: making another program (at most "
+                    f"{MAX_PROGRAMS} are kept; this is said once)",
+                )
+            found = self.programs[key] = self._make(args, kwargs, grad)
+        self.programs.move_to_end(key)
+        if grad or self.latest is None:
+            self.latest = found
+        return found
+
+    def _say(self, topic: str, message: str) -> None:
+        if topic not in self._said:
+            self._said.add(topic)
+            logger.warning("lohan_fx: %s", message)
+
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+
+        def of(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return (
+                    tuple(leaf.shape),
+                    leaf.stride(),
+                    leaf.dtype,
+                    leaf.device,
+                    leaf.requires_grad and grad,
+                )
+            try:
+                hash(leaf)
+            except TypeError:
+                raise CaptureError(
+                    f"an input of type {type(leaf).__name__} is neither a tensor nor hashable: "
+                    "register it as a pytree node, or pass its tensors"
+                ) from None
+            return (type(leaf), leaf)
+
+        modes = tuple(m.training for m in self.model.modules())
+        grads = tuple(p.requires_grad for p in self.model.parameters())
+        return (grad, modes, grads, str(spec), tuple(of(leaf) for leaf in leaves))
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> CompiledProgram:
+        options = self.options
+        captured = self._capture(args, kwargs, grad)
+        workload = annotate(
+            captured, self.model, self._layouts, self._state_layout, options.hw
+        )
+        fixed = (
+            {u.unit.name: u.tier for u in self.memory.states.units}
+            if self.memory is not None
+            else None
+        )
+        plan = options.plan
+        if plan is None or plan.workload != workload.name or fixed is not None:
+            plan = make_plan(
+                options.strategy,
+                workload,
+                options.hw,
+                options.budget,
+                dataclasses.replace(options.planner, fixed_units=fixed),
+            )
+        if self.memory is None:
+            self.memory = self._allocate(workload, plan)
+            self._closer = weakref.finalize(self.model, self.memory.close)
+        self._reserve_slots(workload, plan)
+        return self._rewrite(captured, workload, plan)
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Captured:
+        model = self.model
+        wrapped = type(model)
+        model.__class__ = self._original
+        try:
+            return capture(
+                model,
+                args,
+                kwargs,
+                device=self.options.device,
+                dtype=self._state_layout.compute_dtype,
+                outputs=self.options.outputs,
+                grad=grad,
+            )
+        finally:
+            model.__class__ = wrapped
+
+    def _rewrite(self, captured: Captured, workload: Workload, plan: Plan) -> CompiledProgram:
+        assert self.memory is not None
+        memory = self.memory
+        rewrite = Rewrite(
+            captured=captured, workload=workload, plan=plan, layouts=self._layouts
+        )
+        where: dict[Tier, Mapping[str, tuple[int, int]]] = {
+            "host": footprint.host_slots(workload, plan),
+            "ssd": footprint.ssd_slots(workload, plan),
+        }
+        slots = [
+            Slot(
+                name=v,
+                num_bytes=workload.values[v].num_bytes,
+                tier=plan.residuals[v].tier,
+                offset=where[plan.residuals[v].tier][v][0],
+            )
+            for v in rewrite.slots
+        ]
+        engine = Engine(
+            slots, (), memory.states, memory.updater, memory.lanes, memory.store
+        )
+        rewrite.run = engines.add(engine)
+        PassManager(passes=pipeline(), verify=check_invariants)(rewrite)
+        instructions = check_program(rewrite, self.options.budget.device_bytes)
+        engine.emit_order = tuple(
+            rewrite.units[i.name] for i in instructions.instructions if i.kind == "emit_gradients"
+        )
+        halves = split(rewrite)
+        executor = Executor(
+            captured=captured,
+            halves=halves,
+            engine=engine,
+            parameters=_Resident(memory.states, captured),
+            buffers=_Buffers(self._model, self.options.device),
+        )
+        return CompiledProgram(
+            workload=workload,
+            plan=plan,
+            graph=ProgramModule(rewrite),
+            instructions=instructions,
+            memory=residency(instructions),
+            executor=executor,
+        )
+
+    # -- memory -----------------------------------------------------------------------------
+
+    def _allocate(self, workload: Workload, plan: Plan) -> Memory:
+        """Lay out and allocate what all programs share, before anything is moved."""
+        options = self.options
+        tiers = footprint.tiers_of(plan)
+        units = workload.units
+        pin = options.device.type == "cuda"
+        layout = Layout()
+        need = footprint.host_bytes_needed(workload, plan)
+        host_units = layout.reserve(need["units"], "units")
+        rings: dict[str, Any] = {}
+        for tier in ("host", "ssd"):
+            ring = footprint.gradient_ring(units, tiers, plan.schedule, tier)
+            if ring.count:
+                rings[tier] = (layout.reserve(ring.total_bytes, f"gradients {tier}"), ring.count)
+        buffers = {}
+        if plan.schedule == "serial":
+            for i, unit in enumerate(units):
+                if unit.trainable and tiers[unit.name] != "device":
+                    buffers[i] = layout.reserve(unit.compute_bytes, f"gradients {unit.name}")
+        states_ring = footprint.state_ring(units, tiers, plan.schedule)
+        ring_region = (
+            layout.reserve(states_ring.total_bytes, "state ring") if states_ring.count else None
+        )
+        staging = footprint.staging_of(workload, plan)
+        staging_region = layout.reserve(staging.total_bytes, "staging") if staging.count else None
+
+        arena = None
+        run = pool = file = lanes = None
+        paths = [d.path for d in options.hw.ssds]
+        try:
+            if layout.total_bytes:
+                arena = Arena(layout.total_bytes, pin=pin)
+            ssd_bytes = sum(footprint.ssd_bytes_needed(workload, plan).values())
+            if paths and (ssd_bytes or staging.count):
+                run = RunDirectory(paths)
+                pool = IoPool(NUM_IO_THREADS * len(paths))
+                unit_bytes = footprint.ssd_bytes_needed(workload, plan)["units"]
+                if unit_bytes:
+                    file = StripedFile(
+                        run, "states", unit_bytes, pool, stripe_bytes=footprint.STRIPE_BYTES
+                    )
+            elif ssd_bytes:
+                raise InsufficientMemoryError(
+                    "ssd", ssd_bytes, 0, where="the plan", advice="give profile_hardware(ssd=[…])"
+                )
+            ring = None
+            if staging_region is not None:
+                assert arena is not None
+                arena.register(staging_region.offset, staging_region.num_bytes)
+                ring = BufferRing(arena, staging_region, staging.count)
+            lanes = Lanes(options.device, ring)
+            states = ModelStates(
+                self.model,
+                units,
+                self._layouts,
+                tiers,
+                self._state_layout,
+                self.optimizer,
+                options.device,
+                arena,
+                host_units,
+                file,
+            )
+            updater = None
+            if self.optimizer is not None and self._trained:
+                gradient_rings = {}
+                for tier, (region, count) in rings.items():
+                    assert arena is not None
+                    arena.register(region.offset, region.num_bytes)
+                    gradient_rings[tier] = BufferRing(arena, region, count)
+                gradient_buffers = {}
+                for i, region in buffers.items():
+                    assert arena is not None
+                    arena.register(region.offset, region.num_bytes)
+                    gradient_buffers[i] = arena.view(region.offset, region.num_bytes)
+                updater = Updater(
+                    states,
+                    lanes,
+                    plan.schedule,
+                    self.optimizer,
+                    gradient_rings=gradient_rings,
+                    gradient_buffers=gradient_buffers,
+                    state_ring=(
+                        BufferRing(arena, ring_region, states_ring.count)
+                        if ring_region is not None and arena is not None
+                        else None
+                    ),
+                )
+        except BaseException:
+            if lanes is not None:
+                lanes.close()
+            if file is not None:
+                file.close()
+            if pool is not None:
+                pool.close()
+            if run is not None:
+                run.close()
+            if arena is not None:
+                arena.close()
+            raise
+        return Memory(
+            lanes=lanes,
+            store=SlotStore(pin=pin),
+            states=states,
+            updater=updater,
+            arena=arena,
+            pool=pool,
+            run=run,
+            file=file,
+            layout=layout,
+        )
+
+    def _reserve_slots(self, workload: Workload, plan: Plan) -> None:
+        assert self.memory is not None
+        memory = self.memory
+        memory.store.grow_host(footprint.host_bytes_needed(workload, plan)["residuals"])
+        ssd = footprint.ssd_bytes_needed(workload, plan)["residuals"]
+        if ssd:
+            assert memory.run is not None and memory.pool is not None
+            memory.store.grow_ssd(ssd, memory.run, memory.pool)
+
+    # -- running ----------------------------------------------------------------------------
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        program = self._program(args, kwargs)
+        executor = program.executor
+        assert self.memory is not None
+        updater = self.memory.updater
+        if updater is not None and updater.pending:
+            raise StepError(
+                "backward ran, but optimizer.step() was not called since: gradients are consumed "
+                "as they appear, so every backward needs its step before the next forward"
+            )
+        for other in self.programs.values():
+            if other is not program:
+                other.executor.drop_pending()
+        self.memory.states.sync_from_user()
+        inputs = [self._input(x) for x in pytree.tree_leaves((args, kwargs))]
+        if not executor.captured.has_backward:
+            with torch.no_grad():
+                flat = executor.forward(inputs)
+        else:
+            named = dict(self.model.named_parameters(remove_duplicate=False))
+            wanted = [
+                r for r in executor.halves.backward_outputs if r.kind == "gradient"
+            ]
+            sources = [named[r.target] if r.target else inputs[r.index] for r in wanted]
+            flat = _Step.apply(executor, inputs, wanted, self._anchor, *sources)
+        return executor.captured.unflatten(flat, args, kwargs)
+
+    def _input(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.device != self.options.device:
+            raise LohanError(
+                f"an input is on {leaf.device}, the model computes on {self.options.device}: "
+                f"call .to({str(self.options.device)!r}) on the batch"
+            )
+        dtype = self._state_layout.compute_dtype
+        if dtype is not None and leaf.is_floating_point() and leaf.dtype != dtype:
+            return leaf.to(dtype)
+        return leaf
+
+    def join(self) -> None:
+        """Finish the optimizer's work of this step: what optimizer.step() does first."""
+        if self.memory is not None and self.memory.updater is not None:
+            self.memory.updater.join()
+
+    def close(self) -> None:
+        """Join all threads, give all memory back, remove all files."""
+        for program in self.programs.values():
+            program.executor.abort()
+        self.programs.clear()
+        self.latest = None
+        if self._hook is not None:
+            self._hook.remove()
+        if self._closer is not None:
+            self._closer()
+        self.memory = None
+
+
+class _Join:
+    """optimizer.step() pre-hook. Holds the model weakly: the optimizer must not keep it alive."""
+
+    def __init__(self, compiled: CompiledModel) -> None:
+        self._compiled = weakref.ref(compiled)
+
+    def __call__(self, *_: Any) -> None:
+        compiled = self._compiled()
+        if compiled is not None:
+            compiled.join()
+
+
+@dataclass(frozen=True, slots=True)
+class _Resident:
+    """Name → the tensor that the graph reads of a device-resident parameter."""
+
+    states: ModelStates
+    captured: Captured
+    _found: dict[str, Tensor] = field(default_factory=dict)
+
+    def __call__(self, target: str) -> Tensor:
+        name = self.captured.first_name(target)
+        if name not in self._found:
+            self._found.update(self.states.resident_views())
+        return self._found[name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Name → the module's buffer, moved to the compute device if it is elsewhere."""
+
+    model: weakref.ref[nn.Module]
+    device: torch.device
+
+    def __call__(self, target: str) -> Tensor:
+        model = self.model()
+        assert model is not None
+        owner, _, name = target.rpartition(".")
+        module = model.get_submodule(owner)
+        buffer = module._buffers[name]
+        assert buffer is not None
+        if buffer.device != self.device:
+            buffer.data = buffer.data.to(self.device)
+        return buffer
+
+
+class _Step(torch.autograd.Function):
+    """One step for autograd: saved tensors live in the program's own hands.
+
+    `sources` are the tensors whose gradients the program returns; the anchor makes autograd call
+    backward when the program consumes all gradients itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, executor: Executor, inputs: list[Any], wanted: Any, anchor: Tensor, *sources: Tensor
+    ) -> Any:
+        flat = executor.forward(inputs)
+        ctx.executor = executor
+        ctx.pending = executor.pending
+        ctx.wanted = wanted
+        ctx.set_materialize_grads(False)
+        chosen = set(executor.differentiable)
+        flat = tuple(
+            v.view_as(v) if isinstance(v, Tensor) and any(v is x for x in inputs) else v
+            for v in flat
+        )
+        ctx.mark_non_differentiable(
+            *[v for i, v in enumerate(flat) if i not in chosen and isinstance(v, Tensor)]
+        )
+        ctx.shapes = {i: (v.shape, v.stride(), v.dtype, v.device) for i in chosen for v in [flat[i]]}
+        return flat
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        tangents: dict[int, Tensor] = {}
+        for i, (shape, stride, dtype, device) in ctx.shapes.items():
+            tangent = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            given = gradients[i]
+            if given is None:
+                tangent.zero_()
+            elif given.stride() == stride:
+                tangent = given
+            else:
+                tangent.copy_(given)
+            tangents[i] = tangent
+        found = ctx.executor.backward(ctx.pending, tangents)
+        return (None, None, None, None, *[found.get((r.target, r.index)) for r in ctx.wanted])
+
+
+def _num_states(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, trained: tuple[str, ...]
+) -> int:
+    """Optimizer tensors of parameter shape that each element has."""
+    if optimizer is None or not trained:
+        return 0
+    check_supported(optimizer)
+    named = dict(model.named_parameters())
+    return len(UnitOptimizer(optimizer, [named[n] for n in trained]).state_names())

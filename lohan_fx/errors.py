@@ -1,0 +1,88 @@
+"""Every exception that lohan_fx raises on purpose.
+
+A message names the thing, what it needs, what it has, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class LohanError(Exception):
+    """Base class of all errors raised on purpose by lohan_fx."""
+
+
+class CaptureError(LohanError):
+    """The model could not be captured as one joint graph."""
+
+
+class UnsupportedOptimizerError(LohanError):
+    """The optimizer's update is not elementwise, or its class is unknown."""
+
+
+class PlanError(LohanError):
+    """A plan contradicts its workload, or a strategy name is unknown."""
+
+
+class VerificationError(LohanError):
+    """A rewritten program breaks an invariant (docs/architecture.md, "Invariants")."""
+
+
+class HardwareError(LohanError):
+    """A hardware profile is incomplete, or has a rate that is zero or missing."""
+
+
+class StorageError(LohanError):
+    """An SSD directory cannot be used, or a read or write on it failed."""
+
+
+class StepError(LohanError):
+    """The training loop called things in an order that has no exact meaning."""
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return bytes for a person: ``1.50 GiB``, ``12.0 KiB``, ``17 B``."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+class InsufficientMemoryError(LohanError):
+    """No plan of the chosen strategy fits a tier.
+
+    Attributes:
+        tier: ``"device"``, ``"host"`` or ``"ssd"``.
+        need_bytes: the smallest peak that the strategy reaches on that tier.
+        have_bytes: the budget of that tier.
+        at_peak: (name, bytes) of what is resident at the peak, largest first.
+        where: the op or the reason at which the peak stands.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        need_bytes: int,
+        have_bytes: int,
+        *,
+        where: str,
+        at_peak: Sequence[tuple[str, int]] = (),
+        advice: str = "",
+    ) -> None:
+        self.tier = tier
+        self.need_bytes = need_bytes
+        self.have_bytes = have_bytes
+        self.where = where
+        self.at_peak = tuple(at_peak)
+        lines = [
+            f"not enough {tier} memory: need {format_bytes(need_bytes)}, "
+            f"have {format_bytes(have_bytes)} (peak at {where})"
+        ]
+        if at_peak:
+            lines.append("resident at the peak, largest first:")
+            lines += [f"  {format_bytes(size):>12}  {name}" for name, size in self.at_peak[:8]]
+        if advice:
+            lines.append(advice)
+        super().__init__("\n".join(lines))

@@ -1,0 +1,179 @@
+"""How much host memory and SSD space the runtime lays out for a plan. Nothing here knows torch.
+
+The runtime's engine lays out its slab by these same functions, so that what the planner counts
+is what is allocated. Every region starts and ends on a page (4096 bytes), as O_DIRECT needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from lohan_fx.plan import Plan, Schedule, Tier
+from lohan_fx.workload import Unit, Workload
+
+PAGE_BYTES = 4096
+STAGING_BYTES = 16 * 2**20
+NUM_STAGING = 8
+STRIPE_BYTES = 4 * 2**20
+
+
+def align(num_bytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """`count` equal buffers of `num_bytes` each, page-aligned."""
+
+    count: int = 0
+    num_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.count * self.num_bytes
+
+
+def unit_bytes(unit: Unit) -> int:
+    """Bytes of a unit at rest in host memory or on SSD: compute copy and states, aligned."""
+    return align(unit.compute_bytes) + align(unit.state_bytes)
+
+
+def _in_tier(units: Iterable[Unit], tiers: Mapping[str, Tier], tier: Tier) -> list[Unit]:
+    return [u for u in units if tiers[u.name] == tier]
+
+
+def gradient_ring(
+    units: Iterable[Unit], tiers: Mapping[str, Tier], schedule: Schedule, tier: Tier
+) -> Ring:
+    """Host buffers that receive gradients of the units in `tier` (none for the device tier).
+
+    Schedule "serial" updates after backward, so every unit has its own buffer; see
+    `gradient_bytes_needed`. Otherwise two buffers of the largest unit take turns.
+    """
+    if tier == "device" or schedule == "serial":
+        return Ring()
+    sizes = [align(u.compute_bytes) for u in _in_tier(units, tiers, tier) if u.trainable]
+    return Ring(count=2, num_bytes=max(sizes)) if sizes else Ring()
+
+
+def gradient_bytes_needed(
+    units: Iterable[Unit], tiers: Mapping[str, Tier], schedule: Schedule
+) -> int:
+    """Host bytes of all gradient buffers."""
+    units = tuple(units)
+    if schedule == "serial":
+        moved = [u for u in units if u.trainable and tiers[u.name] != "device"]
+        return sum(align(u.compute_bytes) for u in moved)
+    rings = (gradient_ring(units, tiers, schedule, tier) for tier in ("host", "ssd"))
+    return sum(ring.total_bytes for ring in rings)
+
+
+def state_ring(units: Iterable[Unit], tiers: Mapping[str, Tier], schedule: Schedule) -> Ring:
+    """Host buffers through which trainable SSD units pass while they are updated.
+
+    Schedule "optimized" reads unit i−1, updates i and writes i+1 at once (LoHan §IV-C): three
+    buffers of the largest unit. The others have one unit in flight.
+    """
+    sizes = [unit_bytes(u) for u in _in_tier(units, tiers, "ssd") if u.trainable]
+    if not sizes:
+        return Ring()
+    return Ring(count=3 if schedule == "optimized" else 1, num_bytes=max(sizes))
+
+
+def staging(units: Iterable[Unit], tiers: Mapping[str, Tier], ssd_residuals: Iterable[int]) -> Ring:
+    """Bounce buffers between SSD and device: 8 of at most 16 MiB, none without SSD traffic.
+
+    `ssd_residuals` are the sizes in bytes of the residuals swapped to SSD.
+    """
+    sizes = [u.compute_bytes for u in _in_tier(units, tiers, "ssd")]
+    sizes += ssd_residuals
+    if not sizes:
+        return Ring()
+    return Ring(count=NUM_STAGING, num_bytes=min(STAGING_BYTES, align(max(sizes))))
+
+
+def host_breakdown(
+    units: Iterable[Unit],
+    tiers: Mapping[str, Tier],
+    schedule: Schedule,
+    host_residuals: Iterable[int] = (),
+    ssd_residuals: Iterable[int] = (),
+) -> dict[str, int]:
+    """`host_bytes_needed` before there is a plan: residuals are given as sizes in bytes."""
+    units = tuple(units)
+    return {
+        "units": sum(unit_bytes(u) for u in _in_tier(units, tiers, "host")),
+        "gradients": gradient_bytes_needed(units, tiers, schedule),
+        "state ring": state_ring(units, tiers, schedule).total_bytes,
+        "staging": staging(units, tiers, ssd_residuals).total_bytes,
+        "residuals": sum(align(size) for size in host_residuals),
+    }
+
+
+def staging_of(workload: Workload, plan: Plan) -> Ring:
+    """`staging` of a finished plan."""
+    return staging(workload.units, tiers_of(plan), _swapped(workload, plan, "ssd").values())
+
+
+def tiers_of(plan: Plan) -> dict[str, Tier]:
+    """Unit name → tier."""
+    return {name: unit.tier for name, unit in plan.units.items()}
+
+
+def _swapped(workload: Workload, plan: Plan, tier: Tier) -> dict[str, int]:
+    return {
+        v: workload.values[v].num_bytes
+        for v in workload.residuals
+        if plan.residuals[v].action == "swap" and plan.residuals[v].tier == tier
+    }
+
+
+def slots(workload: Workload, plan: Plan, tier: Tier) -> dict[str, tuple[int, int]]:
+    """Residual → (offset, bytes) of its slot in the region of `tier` ("host" or "ssd").
+
+    Every swapped residual lives across the boundary between forward and backward, so no two
+    of them can share a slot, and the sum of their sizes is also the least possible peak.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    offset = 0
+    for v, size in _swapped(workload, plan, tier).items():
+        found[v] = (offset, align(size))
+        offset += align(size)
+    return found
+
+
+def host_slots(workload: Workload, plan: Plan) -> dict[str, tuple[int, int]]:
+    """Residual → (offset, bytes) in the host region "residuals"."""
+    return slots(workload, plan, "host")
+
+
+def ssd_slots(workload: Workload, plan: Plan) -> dict[str, tuple[int, int]]:
+    """Residual → (offset, bytes) in the SSD region "residuals"."""
+    return slots(workload, plan, "ssd")
+
+
+def host_bytes_needed(workload: Workload, plan: Plan) -> dict[str, int]:
+    """Host bytes by purpose, page-aligned; their sum is what the runtime allocates.
+
+    "units": compute copies and states of host units; "gradients": buffers that receive
+    gradients; "state ring": buffers in which SSD units are updated; "staging": bounce buffers
+    of SSD traffic; "residuals": activations swapped to host memory.
+    """
+    return host_breakdown(
+        workload.units,
+        tiers_of(plan),
+        plan.schedule,
+        _swapped(workload, plan, "host").values(),
+        _swapped(workload, plan, "ssd").values(),
+    )
+
+
+def ssd_bytes_needed(workload: Workload, plan: Plan) -> dict[str, int]:
+    """SSD bytes by purpose: "units" at rest and swapped "residuals", page-aligned."""
+    units = _in_tier(workload.units, tiers_of(plan), "ssd")
+    return {
+        "units": sum(unit_bytes(u) for u in units),
+        "residuals": sum(align(size) for size in _swapped(workload, plan, "ssd").values()),
+    }

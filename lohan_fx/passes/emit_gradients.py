@@ -1,0 +1,80 @@
+"""Take the gradients of managed parameters out of the outputs: `emit_gradients(grads, unit)`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from torch import fx
+
+from lohan_fx.passes.base import Mark, Rewrite
+from lohan_fx.passes.normalize import replay
+from lohan_fx.runtime import ops
+
+
+@dataclass(frozen=True, slots=True)
+class EmitGradients:
+    """Options: none; the plan says after which op a unit's gradients leave the program."""
+
+    name: str = "emit_gradients"
+
+    def __call__(self, rewrite: Rewrite) -> None:
+        output = rewrite.graph.output_node()
+        returned = list(output.args[0])  # type: ignore[arg-type]
+        gradient: dict[str, fx.Node] = {}
+        trained = {s.name for u in rewrite.layouts if u.trains for s in u.slices}
+        for i, (node, role) in enumerate(zip(returned, rewrite.captured.outputs, strict=True)):
+            name = rewrite.captured.first_name(role.target)
+            if role.kind == "gradient" and name in trained and isinstance(node, fx.Node):
+                gradient[name] = node
+                returned[i] = None
+        for layout in rewrite.layouts:
+            unit = rewrite.workload.unit_by_name[layout.name]
+            if not unit.trainable:
+                continue
+            self._emit(rewrite, layout.name, [gradient.get(s.name) for s in layout.slices])
+        output.args = (tuple(returned),)
+
+    @staticmethod
+    def _emit(rewrite: Rewrite, name: str, gradients: list[fx.Node | None]) -> None:
+        unit = rewrite.workload.unit_by_name[name]
+        decision = rewrite.plan.units[name]
+        assert decision.emit_after is not None
+        key = rewrite.units[name]
+        moves = decision.tier != "device"
+        mark = Mark(
+            kind="emit_gradients",
+            name=name,
+            key=key,
+            tier=decision.tier,
+            num_bytes=unit.gradient_bytes if moves else 0,
+        )
+        token = rewrite.insert(
+            rewrite.after(decision.emit_after, mark.rank),
+            ops.emit_gradients,
+            (gradients, rewrite.run, key),
+            mark,
+            rewrite.token(),
+            behind=True,
+            phase="backward",
+            block=rewrite.op_nodes[decision.emit_after].meta["block"],
+        )
+        memo: dict[fx.Node, fx.Node] = {}
+        gradients = [g if g is None else replay(rewrite.graph, g, token, memo) for g in gradients]
+        for clone in memo.values():  # they stand with the op that they are made for
+            clone.meta["lohan"] = dataclasses.replace(mark, part=True)
+        token.args = (gradients, rewrite.run, key)
+        if not moves:
+            return
+        assert decision.release_gradients_after is not None
+        mark = Mark(kind="release_gradients", name=name, key=key)
+        rewrite.insert(
+            rewrite.after(decision.release_gradients_after, mark.rank),
+            ops.release_gradients,
+            (gradients, token, rewrite.run, key),
+            mark,
+            rewrite.token(),
+            behind=True,
+            phase="backward",
+            block=rewrite.op_nodes[decision.release_gradients_after].meta["block"],
+        )

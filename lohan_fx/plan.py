@@ -1,0 +1,159 @@
+"""What a planner decides. The passes obey it; the lowering prints it; nothing here knows torch.
+
+A plan is complete: every movement has its place, named by the op that it comes before or
+after. A plan file therefore reproduces a program exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lohan_fx.errors import PlanError
+
+Tier = Literal["device", "host", "ssd"]
+Action = Literal["keep", "swap", "recompute"]
+Schedule = Literal["serial", "naive", "optimized"]
+
+TIERS: tuple[Tier, ...] = ("device", "host", "ssd")
+SCHEDULES: tuple[Schedule, ...] = ("serial", "naive", "optimized")
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualPlan:
+    """What happens to one residual between forward and backward.
+
+    keep: it stays on the device.
+    swap: its copy to `tier` starts right after its producer; compute waits for the end of
+    that copy after op `release_after`, where the device memory falls; the reload starts
+    before op `prefetch_before` and compute waits for it at its first backward use.
+    recompute: region `region` makes it again, right before the region's first use.
+    """
+
+    action: Action
+    tier: Tier = "device"
+    release_after: str | None = None
+    prefetch_before: str | None = None
+    region: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchWindow:
+    """One stay of a unit's compute copy on the device.
+
+    The copy starts before op `fetch_before`; compute waits for it before op `first_use`;
+    its memory is free after op `last_use`. All three are op names; a recompute region
+    counts as used at the op that it stands before.
+    """
+
+    fetch_before: str
+    first_use: str
+    last_use: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPlan:
+    """Where a unit's states live, and when its compute copy is on the device.
+
+    Units in the device tier have no windows: nothing of theirs moves.
+    `emit_after` is the op after which all gradients exist and nothing reads the
+    parameters any more; compute waits for their copy to the host after op
+    `release_gradients_after`, where their device memory falls. Both are None for units
+    without gradients; the second also for units in the device tier, whose update reads the
+    gradients in place.
+    """
+
+    tier: Tier
+    windows: tuple[FetchWindow, ...] = ()
+    emit_after: str | None = None
+    release_gradients_after: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the planner expects of one step. Seconds, bytes, FLOPs."""
+
+    step_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    peak_device_bytes: int = 0
+    peak_host_bytes: int = 0
+    peak_ssd_bytes: int = 0
+    d2h_bytes: int = 0
+    h2d_bytes: int = 0
+    ssd_read_bytes: int = 0
+    ssd_write_bytes: int = 0
+    recompute_flops: int = 0
+    binding: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A complete decision for one workload under one hardware profile and budget."""
+
+    strategy: str
+    workload: str
+    residuals: Mapping[str, ResidualPlan]
+    units: Mapping[str, UnitPlan]
+    schedule: Schedule = "optimized"
+    prediction: Prediction = field(default_factory=Prediction)
+    notes: tuple[str, ...] = ()
+
+    def count(self, action: Action, tier: Tier | None = None) -> int:
+        return sum(
+            1
+            for r in self.residuals.values()
+            if r.action == action and (tier is None or r.tier == tier)
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that change when any decision changes (predictions aside)."""
+        data = self.to_dict()
+        for key in ("prediction", "notes"):
+            data.pop(key)
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        data["format"] = FORMAT_VERSION
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        if data.get("format") != FORMAT_VERSION:
+            raise PlanError(
+                f"plan format {data.get('format')!r} is not {FORMAT_VERSION}: "
+                "make the plan again with this version of lohan_fx"
+            )
+        return cls(
+            strategy=data["strategy"],
+            workload=data["workload"],
+            residuals={k: ResidualPlan(**v) for k, v in data["residuals"].items()},
+            units={
+                k: UnitPlan(
+                    tier=v["tier"],
+                    windows=tuple(FetchWindow(**w) for w in v["windows"]),
+                    emit_after=v["emit_after"],
+                    release_gradients_after=v["release_gradients_after"],
+                )
+                for k, v in data["units"].items()
+            },
+            schedule=data["schedule"],
+            prediction=Prediction(**data["prediction"]),
+            notes=tuple(data["notes"]),
+        )
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))

@@ -1,0 +1,92 @@
+"""Strategies by name, and the options that all of them share."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+from lohan_fx.cost_model import CostOptions
+from lohan_fx.errors import PlanError
+from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.plan import Plan, Schedule, Tier
+from lohan_fx.workload import Workload
+
+if TYPE_CHECKING:
+    from lohan_fx.planners.schedule import Choices
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerOptions:
+    """The axes that are independent of the strategy.
+
+    Attributes:
+        states: tier of the units; "auto" lets the strategy choose.
+        swap_to: tier of swapped residuals; "auto" fills host memory before the SSDs.
+        schedule: how the optimizer overlaps with backward.
+        fixed_units: unit → tier for units that must stay where they are (a second program
+            of the same model); takes precedence over `states`.
+        cost: which extensions of the cost model count.
+    """
+
+    states: Literal["auto", "device", "host", "ssd"] = "auto"
+    swap_to: Literal["auto", "host", "ssd"] = "auto"
+    schedule: Schedule = "optimized"
+    fixed_units: Mapping[str, Tier] | None = None
+    cost: CostOptions = field(default_factory=CostOptions)
+
+
+class Planner(Protocol):
+    """A strategy. It returns a complete plan, or choices that `finish` completes."""
+
+    def __call__(
+        self,
+        workload: Workload,
+        hw: HardwareProfile,
+        budget: MemoryBudget,
+        options: PlannerOptions,
+        /,
+    ) -> Plan | Choices: ...
+
+
+_PLANNERS: dict[str, Planner] = {}
+_P = TypeVar("_P", bound=Planner)
+
+
+def register(name: str) -> Callable[[_P], _P]:
+    """Decorator: make a planner known under `name`.
+
+    Raises:
+        PlanError: another planner has that name.
+    """
+
+    def add(planner: _P) -> _P:
+        if _PLANNERS.get(name, planner) is not planner:
+            raise PlanError(f"a strategy named {name!r} is registered already")
+        _PLANNERS[name] = planner
+        return planner
+
+    return add
+
+
+def names() -> tuple[str, ...]:
+    """Names of all registered strategies, sorted."""
+    return tuple(sorted(_PLANNERS))
+
+
+def get(strategy: str | Planner) -> Planner:
+    """A planner by name; a callable is returned as it is.
+
+    Raises:
+        PlanError: no strategy has that name; the message lists them and the nearest one.
+    """
+    if not isinstance(strategy, str):
+        if callable(strategy):
+            return strategy
+        raise PlanError(f"a strategy is a name or a callable, not {type(strategy).__name__}")
+    if strategy in _PLANNERS:
+        return _PLANNERS[strategy]
+    near = difflib.get_close_matches(strategy, names(), n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise PlanError(f"no strategy is named {strategy!r}{hint} Known: {', '.join(names())}")

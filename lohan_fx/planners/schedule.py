@@ -1,0 +1,314 @@
+"""From choices to a complete plan: tiers checked, every movement placed, memory exact.
+
+`finish` first lets every copy occupy device memory for as short as the program allows; if that
+fits, it lets copies start earlier and end later, lane by lane, while the exact residency stays
+within the budget. Strategies decide *what*; this module decides *when*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lohan_fx.errors import InsufficientMemoryError, PlanError
+from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.plan import Action, FetchWindow, Plan, ResidualPlan, Tier, UnitPlan
+from lohan_fx.planners.lanes import Load
+from lohan_fx.planners.overlap import extend
+from lohan_fx.planners.prediction import predict
+from lohan_fx.planners.registry import PlannerOptions
+from lohan_fx.planners.tiers import check_capacity, swap_tiers
+from lohan_fx.planners.windows import emit_points, region_reads, unit_runs, unit_uses
+from lohan_fx.program import Program, Region, Residency, lower, regions_of, residency
+from lohan_fx.workload import MODEL_INPUT_KINDS, Workload
+
+TINY_SHIFT = 16
+"""A residual is tiny if it has at most 2⁻¹⁶ of the bytes of all residuals."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What a strategy decides, without positions.
+
+    Attributes:
+        actions: residual → "keep", "swap" or "recompute"; every residual must be there.
+        unit_tiers: unit → tier; every unit must be there.
+        swap_tiers: swapped residual → "host" or "ssd"; by `tiers.swap_tiers` if None.
+        regions: recomputed residual → name of its region; the residual's block if None.
+    """
+
+    actions: Mapping[str, Action]
+    unit_tiers: Mapping[str, Tier]
+    swap_tiers: Mapping[str, Tier] | None = None
+    regions: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A legal plan with the shortest windows, its program and its exact memory.
+
+    `load[i]` is the largest residency, in bytes, of the instructions around op i: those that
+    stand before it, itself, and those after it.
+    """
+
+    workload: Workload
+    plan: Plan
+    regions: tuple[Region, ...]
+    program: Program
+    memory: Residency
+    load: Load
+
+
+def tiny_residuals(workload: Workload) -> frozenset[str]:
+    """Residuals not worth a copy or a region of their own: a layer norm's statistics.
+
+    The rule is relative to the workload, so that it does not change with the budget.
+    """
+    sizes = {v: workload.values[v].num_bytes for v in workload.residuals}
+    limit = sum(sizes.values()) >> TINY_SHIFT
+    return frozenset(v for v, size in sizes.items() if size <= limit)
+
+
+def must_save(workload: Workload) -> frozenset[str]:
+    """Residuals that no region can make again, whatever else is saved.
+
+    Those are made by ops that cannot run again, or need the result of one through values that
+    are no residuals (a mask made from random bits: the bits are gone, so the mask is saved).
+    """
+    residuals = set(workload.residuals)
+    lost: set[str] = set()
+    found: set[str] = set()
+    for op in workload.ops[: workload.num_forward_ops]:
+        if op.recomputable and not any(v in lost for v in op.reads):
+            continue
+        found.update(v for v in op.writes if v in residuals)
+        lost.update(v for v in op.writes if v not in residuals and not _free(workload, v))
+    return frozenset(found)
+
+
+def _free(workload: Workload, value: str) -> bool:
+    v = workload.values[value]
+    return v.is_output or v.kind in MODEL_INPUT_KINDS
+
+
+def settle(
+    workload: Workload, actions: Mapping[str, Action], *, keep_tiny: bool = True
+) -> dict[str, Action]:
+    """Make actions legal: tiny residuals are kept, those that must be saved are not recomputed.
+
+    A residual that was to be recomputed but must be saved is swapped.
+
+    Raises:
+        PlanError: a residual of the workload is missing, or an unknown one is named.
+    """
+    odd = set(actions) ^ set(workload.residuals)
+    if odd:
+        raise PlanError(f"choices and workload disagree on residuals {sorted(odd)[:5]}")
+    tiny = tiny_residuals(workload) if keep_tiny else frozenset()
+    saved = must_save(workload)
+    settled: dict[str, Action] = {}
+    for v in workload.residuals:
+        action = actions[v]
+        if v in tiny:
+            action = "keep"
+        elif action == "recompute" and v in saved:
+            action = "swap"
+        settled[v] = action
+    return settled
+
+
+def _first_backward_op(workload: Workload) -> str:
+    return workload.ops[workload.num_forward_ops].name
+
+
+def _residual_plans(
+    workload: Workload,
+    actions: Mapping[str, Action],
+    tiers: Mapping[str, Tier],
+    names: Mapping[str, str] | None,
+) -> dict[str, ResidualPlan]:
+    """Residuals without positions."""
+    plans: dict[str, ResidualPlan] = {}
+    for v in workload.residuals:
+        if actions[v] == "keep":
+            plans[v] = ResidualPlan(action="keep")
+        elif actions[v] == "swap":
+            plans[v] = ResidualPlan(action="swap", tier=tiers[v])
+        else:
+            block = workload.values[v].block
+            region = block if names is None else names.get(v, block)
+            plans[v] = ResidualPlan(action="recompute", region=region)
+    return plans
+
+
+def _place_residuals(
+    workload: Workload, plans: Mapping[str, ResidualPlan], regions: Sequence[Region]
+) -> dict[str, ResidualPlan]:
+    """Release right after the last forward use, reload right before the first use."""
+    reads = region_reads(regions)
+    placed = dict(plans)
+    for v, decision in plans.items():
+        if decision.action == "swap":
+            first = workload.first_backward_use(v)
+            placed[v] = replace(
+                decision,
+                release_after=workload.ops[workload.last_forward_use(v)].name,
+                prefetch_before=workload.ops[min(first, reads.get(v, first))].name,
+            )
+    return placed
+
+
+def _place_units(
+    workload: Workload, tiers: Mapping[str, Tier], regions: Sequence[Region]
+) -> dict[str, UnitPlan]:
+    """Fetch right before each run, let gradients go right after they are emitted."""
+    ops = workload.ops
+    uses = unit_uses(workload, regions)
+    emits = emit_points(workload, uses)
+    plans: dict[str, UnitPlan] = {}
+    for unit in workload.units:
+        moves = tiers[unit.name] != "device"
+        windows = tuple(
+            FetchWindow(fetch_before=ops[a].name, first_use=ops[a].name, last_use=ops[b].name)
+            for a, b in unit_runs(workload, uses[unit.name])
+            if moves
+        )
+        emit = ops[emits[unit.name]].name if unit.trainable else None
+        plans[unit.name] = UnitPlan(
+            tier=tiers[unit.name],
+            windows=windows,
+            emit_after=emit,
+            release_gradients_after=emit if moves else None,
+        )
+    return plans
+
+
+def load_of(workload: Workload, program: Program, memory: Residency) -> Load:
+    """Largest residency, in bytes, of the instructions around each op."""
+    load = np.zeros(len(workload.ops), dtype=np.int64)
+    before = {"fetch_unit", "prefetch", "wait_unit", "wait", "recompute", "compute"}
+    i = 0
+    for instruction, size in zip(program.instructions, memory.series, strict=True):
+        at = i if instruction.kind in before else i - 1
+        load[at] = max(load[at], size)
+        i += instruction.kind == "compute"
+    return load
+
+
+def draft(
+    workload: Workload,
+    hw: HardwareProfile,
+    budget: MemoryBudget,
+    options: PlannerOptions,
+    choices: Choices,
+    strategy: str,
+    *,
+    keep_tiny: bool = True,
+) -> Draft:
+    """Complete choices with the shortest windows. The device budget is not checked.
+
+    Raises:
+        PlanError: the choices do not match the workload.
+        InsufficientMemoryError: the host or SSD budget is too small for these choices.
+    """
+    odd = set(choices.unit_tiers) ^ set(workload.unit_by_name)
+    if odd:
+        raise PlanError(f"choices and workload disagree on units {sorted(odd)[:5]}")
+    unit_tiers = {**choices.unit_tiers, **(options.fixed_units or {})}
+    actions = settle(workload, choices.actions, keep_tiny=keep_tiny)
+    swapped = [v for v, action in actions.items() if action == "swap"]
+    tiers = swap_tiers(workload, hw, budget, options, unit_tiers, swapped)
+    tiers.update({v: t for v, t in (choices.swap_tiers or {}).items() if v in tiers})
+    plan = Plan(
+        strategy=strategy,
+        workload=workload.name,
+        residuals=_residual_plans(workload, actions, tiers, choices.regions),
+        units={},
+        schedule=options.schedule,
+    )
+    regions = regions_of(workload, plan)
+    plan = replace(
+        plan,
+        residuals=_place_residuals(workload, plan.residuals, regions),
+        units=_place_units(workload, unit_tiers, regions),
+    )
+    check_capacity(workload, plan, budget)
+    program = lower(workload, plan)
+    memory = residency(program)
+    return Draft(
+        workload=workload,
+        plan=plan,
+        regions=regions,
+        program=program,
+        memory=memory,
+        load=load_of(workload, program, memory),
+    )
+
+
+def device_error(memory: Residency, budget: MemoryBudget, strategy: str) -> InsufficientMemoryError:
+    """The error for a plan whose shortest windows exceed the device budget."""
+    static = ("inputs, buffers, device-resident units", memory.static_bytes)
+    at_peak = sorted((static, *memory.at_peak), key=lambda item: (-item[1], item[0]))
+    return InsufficientMemoryError(
+        "device",
+        memory.peak_bytes,
+        budget.device_bytes,
+        where=f"{memory.peak_name}, strategy {strategy!r}",
+        at_peak=at_peak,
+        advice="Give the plan more device memory or a smaller batch; swapping everything "
+        "(strategy 'swap-all', states='host') has the smallest peak of all strategies.",
+    )
+
+
+def finish(
+    workload: Workload,
+    hw: HardwareProfile,
+    budget: MemoryBudget,
+    options: PlannerOptions,
+    choices: Choices,
+    strategy: str,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Turn choices into a complete plan whose exact device peak is within the budget.
+
+    Tiny residuals are kept if that fits, whatever was chosen for them. The result has a
+    prediction, and lowers to a program without further decisions.
+
+    Raises:
+        PlanError: the choices do not match the workload.
+        InsufficientMemoryError: a tier is too small even with the shortest windows.
+    """
+    made = draft(workload, hw, budget, options, choices, strategy)
+    if made.memory.peak_bytes > budget.device_bytes:
+        made = draft(workload, hw, budget, options, choices, strategy, keep_tiny=False)
+    return finish_draft(made, hw, budget, options, notes)
+
+
+def finish_draft(
+    made: Draft,
+    hw: HardwareProfile,
+    budget: MemoryBudget,
+    options: PlannerOptions,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """`finish` for a draft that exists already.
+
+    Raises:
+        InsufficientMemoryError: the draft's peak exceeds the device budget.
+        PlanError: a bug: the plan's exact peak is not the one that was planned.
+    """
+    if made.memory.peak_bytes > budget.device_bytes:
+        raise device_error(made.memory, budget, made.plan.strategy)
+    plan = extend(made.workload, made.plan, made.regions, made.load.copy(), hw, budget)
+    program = lower(made.workload, plan)
+    memory = residency(program)
+    if memory.peak_bytes > budget.device_bytes:
+        raise PlanError(
+            f"strategy {plan.strategy!r}: windows of workload {plan.workload} reach "
+            f"{memory.peak_bytes} B at {memory.peak_name}, over the budget of "
+            f"{budget.device_bytes} B: please report this plan as a bug"
+        )
+    prediction = predict(made.workload, hw, options, plan, program, memory)
+    return replace(plan, prediction=prediction, notes=tuple(notes))

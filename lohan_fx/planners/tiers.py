@@ -1,0 +1,150 @@
+"""Which tier units and swapped residuals live in, within the host and SSD budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from lohan_fx.errors import InsufficientMemoryError, PlanError
+from lohan_fx.footprint import align, host_breakdown, host_bytes_needed, ssd_bytes_needed
+from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.plan import Plan, Tier
+from lohan_fx.planners.registry import PlannerOptions
+from lohan_fx.workload import Workload
+
+
+def has_ssd(hw: HardwareProfile, budget: MemoryBudget) -> bool:
+    """Whether a plan may use the SSD tier."""
+    return bool(hw.ssds) and budget.ssd_bytes > 0
+
+
+def _need_ssd(hw: HardwareProfile, what: str) -> None:
+    if not hw.ssds:
+        raise PlanError(f"{what} asks for the ssd tier, but hardware profile {hw.name} has no SSDs")
+
+
+def unit_tiers(
+    workload: Workload,
+    hw: HardwareProfile,
+    budget: MemoryBudget,
+    options: PlannerOptions,
+    *,
+    auto: Tier = "host",
+    swap_bytes: int = 0,
+) -> dict[str, Tier]:
+    """Tier of every unit, by `options.fixed_units`, `options.states`, or the strategy's `auto`.
+
+    "host" as `auto` means host memory as long as it has room, then SSD. Units take host memory
+    before swapped residuals do (a byte of state crosses the SSD link at least twice a step, a
+    byte of activation exactly twice); only if residuals can go nowhere else are their
+    `swap_bytes` set aside first. Units used first get host memory first: their updates come
+    last and are the ones that no backward hides.
+
+    Raises:
+        PlanError: the SSD tier is asked for, but there are no SSDs; an unknown fixed unit.
+    """
+    fixed = dict(options.fixed_units or {})
+    unknown = set(fixed) - set(workload.unit_by_name)
+    if unknown:
+        raise PlanError(f"fixed_units names unknown units {sorted(unknown)[:5]}")
+    if options.states == "ssd" or "ssd" in fixed.values():
+        _need_ssd(hw, "states='ssd'")
+    tier: Tier = auto if options.states == "auto" else options.states
+    tiers: dict[str, Tier] = {u.name: fixed.get(u.name, tier) for u in workload.units}
+    if tier != "host" or options.states == "host" or not has_ssd(hw, budget):
+        return tiers
+    return _fill_host(workload, budget, options, tiers, set(tiers) - set(fixed), swap_bytes)
+
+
+def _fill_host(
+    workload: Workload,
+    budget: MemoryBudget,
+    options: PlannerOptions,
+    tiers: dict[str, Tier],
+    free: Collection[str],
+    swap_bytes: int,
+) -> dict[str, Tier]:
+    """Keep what fits in host memory there, and move the other free units to SSD."""
+    reserved = [swap_bytes] if options.swap_to == "host" else []
+
+    def fits(trial: Mapping[str, Tier]) -> bool:
+        need = host_breakdown(workload.units, trial, options.schedule, reserved)
+        return sum(need.values()) <= budget.host_bytes
+
+    if fits(tiers):
+        return tiers
+    tiers = {name: "ssd" if name in free else tier for name, tier in tiers.items()}
+    for unit in workload.units:
+        if unit.name in free and fits({**tiers, unit.name: "host"}):
+            tiers[unit.name] = "host"
+    return tiers
+
+
+def host_room(
+    workload: Workload,
+    budget: MemoryBudget,
+    options: PlannerOptions,
+    tiers: Mapping[str, Tier],
+    ssd_residuals: Collection[int] = (),
+) -> int:
+    """MEM_avail (LoHan Eq. 3): host bytes left for activations after what the runtime needs."""
+    need = host_breakdown(workload.units, tiers, options.schedule, (), ssd_residuals)
+    return max(0, budget.host_bytes - sum(need.values()))
+
+
+def swap_tiers(
+    workload: Workload,
+    hw: HardwareProfile,
+    budget: MemoryBudget,
+    options: PlannerOptions,
+    tiers: Mapping[str, Tier],
+    swapped: Collection[str],
+) -> dict[str, Tier]:
+    """Tier of every swapped residual.
+
+    Host memory first. If it is too small, the residuals that backward uses soonest get it:
+    those made last. SSD gets the ones that have the longest time to be written and read.
+
+    Raises:
+        PlanError: `swap_to` is "ssd", but there are no SSDs.
+    """
+    if options.swap_to == "ssd" and swapped:
+        _need_ssd(hw, "swap_to='ssd'")
+        return dict.fromkeys(swapped, "ssd")
+    sizes = {v: align(workload.values[v].num_bytes) for v in swapped}
+    room = host_room(workload, budget, options, tiers)
+    only_host = options.swap_to == "host" or not has_ssd(hw, budget)
+    if only_host or sum(sizes.values()) <= room:
+        return dict.fromkeys(swapped, "host")
+    room = host_room(workload, budget, options, tiers, tuple(sizes.values()))
+    found: dict[str, Tier] = {}
+    for v in sorted(swapped, key=lambda v: (workload.first_backward_use(v), v)):
+        found[v] = "host" if sizes[v] <= room else "ssd"
+        room -= sizes[v] if found[v] == "host" else 0
+    return found
+
+
+def check_capacity(workload: Workload, plan: Plan, budget: MemoryBudget) -> None:
+    """Raise `InsufficientMemoryError` if the plan needs more host or SSD memory than there is."""
+    needs: tuple[tuple[Tier, dict[str, int], int], ...] = (
+        ("host", host_bytes_needed(workload, plan), budget.host_bytes),
+        ("ssd", ssd_bytes_needed(workload, plan), budget.ssd_bytes),
+    )
+    for tier, need, have in needs:
+        total = sum(need.values())
+        if total > have:
+            parts = sorted(need.items(), key=lambda item: (-item[1], item[0]))
+            raise InsufficientMemoryError(
+                tier,
+                total,
+                have,
+                where=f"the whole step, strategy {plan.strategy!r}",
+                at_peak=[(name, size) for name, size in parts if size],
+                advice=_ADVICE[tier],
+            )
+
+
+_ADVICE: Mapping[Tier, str] = {
+    "host": "Give the plan more host memory or an SSD (states='ssd', swap_to='ssd'), a smaller "
+    "batch, or a strategy that recomputes.",
+    "ssd": "Give the plan a larger SSD, or let states or activations stay in host memory.",
+}

@@ -1,0 +1,486 @@
+"""The rewritten step as one list of instructions: what is printed, verified, simulated, run.
+
+`lower(workload, plan)` makes the list without torch. The passes make the same program on the
+FX graph; `passes.verify` reads it back from there, and a test holds the two equal.
+
+Canonical order around op i:
+  before it  fetch_unit, prefetch, wait_unit, wait, recompute
+  after it   offload, release, emit_gradients, release_gradients
+Within one kind: units in workload order, residuals in order of creation (waits and prefetches:
+order of first backward use), regions in order of creation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lohan_fx.errors import PlanError
+from lohan_fx.plan import Plan, Tier, UnitPlan
+from lohan_fx.workload import MODEL_INPUT_KINDS, Op, Phase, Workload
+
+Kind = Literal[
+    "compute",
+    "offload",
+    "release",
+    "prefetch",
+    "wait",
+    "fetch_unit",
+    "wait_unit",
+    "recompute",
+    "emit_gradients",
+    "release_gradients",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """One step of the program.
+
+    `name` is the op, residual, unit or region that it is about. `reads` are storages that
+    must be alive; `births` are (storage, bytes) that it allocates on the device; a storage
+    dies after the last instruction that reads it. `num_bytes` crosses a link (0 for none),
+    to or from `tier`. A recompute carries its ops in `body`.
+    """
+
+    kind: Kind
+    name: str
+    phase: Phase
+    reads: tuple[str, ...] = ()
+    births: tuple[tuple[str, int], ...] = ()
+    tier: Tier = "device"
+    num_bytes: int = 0
+    seconds: float = 0.0
+    flops: int = 0
+    scratch_bytes: int = 0
+    body: tuple[Instruction, ...] = ()
+
+    def __str__(self) -> str:
+        where = "" if self.tier == "device" else f" {self.tier}"
+        size = f" {self.num_bytes} B" if self.num_bytes else ""
+        ops = f" [{len(self.body)} ops]" if self.body else ""
+        return f"{self.kind} {self.name}{where}{size}{ops}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The instructions of one step, with what is on the device all along.
+
+    `pinned` are storages that never die (outputs that user code holds, gradients kept for a
+    serial update); `static_bytes` counts inputs, buffers, constants and device-resident units.
+    """
+
+    instructions: tuple[Instruction, ...]
+    pinned: frozenset[str]
+    static_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residency:
+    """Device memory over one step, in requested bytes (no allocator rounding).
+
+    `series[i]` is the largest residency during instruction i; all include `static_bytes`.
+    """
+
+    static_bytes: int
+    peak_bytes: int
+    peak_index: int
+    peak_name: str
+    at_peak: tuple[tuple[str, int], ...]
+    series: tuple[int, ...]
+
+
+def reload_of(value: str) -> str:
+    """Name of the device buffer that a swapped residual comes back into."""
+    return f"{value}@reload"
+
+
+def recomputed(value: str, region: str) -> str:
+    """Name of a storage that a recompute region makes."""
+    return f"{value}@{region}"
+
+
+def window_storage(unit: str, index: int) -> str:
+    """Name of the flat device buffer of a unit's fetch window."""
+    return f"{unit}#{index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """One recompute region: the forward ops to run again before backward op `anchor`."""
+
+    name: str
+    anchor: int
+    wanted: tuple[str, ...]
+    ops: tuple[int, ...]
+    reads: tuple[str, ...]
+
+
+def regions_of(workload: Workload, plan: Plan) -> tuple[Region, ...]:
+    """Resolve the plan's recompute regions: members, clones to run, anchor, inputs.
+
+    A region stands before the first backward op that reads one of its members. It may read
+    kept or reloaded residuals, model inputs, outputs that user code holds, and members of
+    regions that stand before it.
+
+    Raises:
+        PlanError: a region needs the result of an op that cannot be run again.
+    """
+    members: dict[str, list[str]] = defaultdict(list)
+    for v in workload.residuals:
+        decision = plan.residuals[v]
+        if decision.action == "recompute":
+            members[decision.region or workload.values[v].block].append(v)
+    anchors = {r: min(workload.first_backward_use(v) for v in vs) for r, vs in members.items()}
+    have = {v for v in workload.residuals if plan.residuals[v].action != "recompute"}
+    have |= {v.name for v in workload.values.values() if v.is_output}
+    found = []
+    for name in sorted(members, key=lambda r: (anchors[r], r)):
+        wanted = tuple(members[name])
+        ops, blocked = workload.recompute_ops(wanted, have)
+        if blocked:
+            raise PlanError(
+                f"region {name} of strategy {plan.strategy!r} needs {', '.join(blocked)}, "
+                "made by ops that cannot be run again: keep or swap them"
+            )
+        made = {v for i in ops for v in workload.ops[i].writes}
+        reads = tuple(
+            dict.fromkeys(v for i in ops for v in workload.ops[i].reads if v not in made)
+        )
+        found.append(
+            Region(name=name, anchor=anchors[name], wanted=wanted, ops=ops, reads=reads)
+        )
+        have |= set(wanted)
+    return tuple(found)
+
+
+def _check_names(w: Workload, plan: Plan) -> None:
+    if set(plan.residuals) != set(w.residuals):
+        odd = set(plan.residuals) ^ set(w.residuals)
+        raise PlanError(f"plan and workload disagree on residuals {sorted(odd)[:5]}")
+    if set(plan.units) != {u.name for u in w.units}:
+        odd = set(plan.units) ^ {u.name for u in w.units}
+        raise PlanError(f"plan and workload disagree on units {sorted(odd)[:5]}")
+
+
+class _Lowering:
+    def __init__(self, workload: Workload, plan: Plan) -> None:
+        self.workload = workload
+        self.plan = plan
+        self.regions = regions_of(workload, plan)
+        self.source: dict[str, str] = {}
+        self.before: dict[int, list[Instruction]] = defaultdict(list)
+        self.after: dict[int, list[Instruction]] = defaultdict(list)
+        self.windows: dict[str, list[tuple[int, int, str]]] = {}
+
+    def phase(self, index: int) -> Phase:
+        return self.workload.ops[index].phase
+
+    def index(self, op: str | None, what: str) -> int:
+        if op is None or op not in self.workload.op_index:
+            raise PlanError(f"{what} names op {op!r}, which workload {self.workload.name} lacks")
+        return self.workload.op_index[op]
+
+    def first_use(self, value: str) -> int:
+        """First backward use of a residual, by an op or by a region that stands before one."""
+        uses = [self.workload.first_backward_use(value)]
+        uses += [r.anchor for r in self.regions if value in r.reads]
+        return min(uses)
+
+    def storage(self, value: str, at: int) -> str | None:
+        """The storage that an instruction at op `at` reads for `value`; None if static."""
+        v = self.workload.values[value]
+        if v.kind == "parameter" and v.unit is not None and v.unit in self.windows:
+            for first, last, name in self.windows[v.unit]:
+                if first <= at <= last:
+                    return name
+            raise PlanError(f"{value} of unit {v.unit} is read at op {at} outside its windows")
+        if v.kind in MODEL_INPUT_KINDS:
+            return None
+        if at >= self.workload.num_forward_ops:
+            return self.source.get(value, value)
+        return value
+
+    def reads(self, values: Sequence[str], at: int) -> tuple[str, ...]:
+        found = (self.storage(v, at) for v in values)
+        return tuple(dict.fromkeys(s for s in found if s is not None))
+
+    def lower(self) -> Program:
+        w = self.workload
+        self._units()
+        self._prefetches()
+        self._wait_units()
+        self._waits()
+        self._recomputes()
+        self._offloads()
+        self._gradients()
+        instructions: list[Instruction] = []
+        for i, op in enumerate(w.ops):
+            instructions += self.before[i]
+            instructions.append(self._compute(op, i))
+            instructions += self.after[i]
+        return Program(
+            instructions=tuple(instructions), pinned=self._pinned(), static_bytes=self._static()
+        )
+
+    def _compute(self, op: Op, at: int, rename: Mapping[str, str] | None = None) -> Instruction:
+        rename = rename or {}
+        inside = tuple(rename[v] for v in op.reads if v in rename)
+        outside = self.reads([v for v in op.reads if v not in rename], at)
+        return Instruction(
+            kind="compute",
+            name=op.name,
+            phase=self.phase(at),
+            reads=tuple(dict.fromkeys(outside + inside)),
+            births=tuple((rename.get(v, v), self.workload.values[v].num_bytes) for v in op.writes),
+            seconds=op.seconds,
+            flops=op.flops,
+        )
+
+    def _units(self) -> None:
+        for unit in self.workload.units:
+            p = self.plan.units[unit.name]
+            if p.tier == "device":
+                continue
+            spans = []
+            for k, window in enumerate(p.windows):
+                issue = self.index(window.fetch_before, f"unit {unit.name}")
+                first = self.index(window.first_use, f"unit {unit.name}")
+                last = self.index(window.last_use, f"unit {unit.name}")
+                if not issue <= first <= last:
+                    raise PlanError(f"window {k} of unit {unit.name} is out of order")
+                name = window_storage(unit.name, k)
+                spans.append((first, last, name))
+                self.before[issue].append(
+                    Instruction(
+                        kind="fetch_unit",
+                        name=name,
+                        phase=self.phase(issue),
+                        births=((name, unit.compute_bytes),),
+                        tier=p.tier,
+                        num_bytes=unit.compute_bytes,
+                    )
+                )
+            self.windows[unit.name] = spans
+
+    def _swapped(self) -> list[str]:
+        return [v for v in self.workload.residuals if self.plan.residuals[v].action == "swap"]
+
+    def _prefetches(self) -> None:
+        for v in sorted(self._swapped(), key=self.first_use):
+            decision = self.plan.residuals[v]
+            at = self.index(decision.prefetch_before, f"residual {v}")
+            if not self.workload.num_forward_ops <= at <= self.first_use(v):
+                raise PlanError(f"prefetch of {v} must stand in backward, before its first use")
+            self.source[v] = reload_of(v)
+            size = self.workload.values[v].num_bytes
+            self.before[at].append(
+                Instruction(
+                    kind="prefetch",
+                    name=v,
+                    phase="backward",
+                    births=((reload_of(v), size),),
+                    tier=decision.tier,
+                    num_bytes=size,
+                )
+            )
+
+    def _wait_units(self) -> None:
+        for unit in self.workload.units:
+            for first, _, name in self.windows.get(unit.name, ()):
+                self.before[first].append(
+                    Instruction(
+                        kind="wait_unit", name=name, phase=self.phase(first), reads=(name,)
+                    )
+                )
+
+    def _waits(self) -> None:
+        for v in sorted(self._swapped(), key=self.first_use):
+            self.before[self.first_use(v)].append(
+                Instruction(kind="wait", name=v, phase="backward", reads=(reload_of(v),))
+            )
+
+    def _recomputes(self) -> None:
+        for region in self.regions:
+            rename = {
+                v: recomputed(v, region.name)
+                for i in region.ops
+                for v in self.workload.ops[i].writes
+            }
+            reads = self.reads(region.reads, region.anchor)
+            body = tuple(
+                self._compute(self.workload.ops[i], region.anchor, rename) for i in region.ops
+            )
+            for v in region.wanted:
+                self.source[v] = rename[v]
+            self.before[region.anchor].append(
+                Instruction(
+                    kind="recompute",
+                    name=region.name,
+                    phase="backward",
+                    reads=reads,
+                    births=tuple(
+                        (rename[v], self.workload.values[v].num_bytes) for v in region.wanted
+                    ),
+                    seconds=sum(b.seconds for b in body),
+                    flops=sum(b.flops for b in body),
+                    body=body,
+                )
+            )
+
+    def _offloads(self) -> None:
+        for v in self._swapped():
+            decision = self.plan.residuals[v]
+            size = self.workload.values[v].num_bytes
+            made = self.workload.producer[v]
+            at = self.index(decision.release_after, f"residual {v}")
+            if not self.workload.last_forward_use(v) <= at < self.workload.num_forward_ops:
+                raise PlanError(f"release of {v} must stand in forward, after its last use")
+            self.after[made].append(
+                Instruction(
+                    kind="offload",
+                    name=v,
+                    phase="forward",
+                    reads=(v,),
+                    tier=decision.tier,
+                    num_bytes=size,
+                )
+            )
+            self.after[at].append(Instruction(kind="release", name=v, phase="forward", reads=(v,)))
+        for instructions in self.after.values():
+            instructions.sort(key=lambda x: x.kind == "release")  # stable: offloads first
+
+    def _gradients(self) -> None:
+        releases = []
+        for unit in self.workload.units:
+            if not unit.trainable:
+                continue
+            p: UnitPlan = self.plan.units[unit.name]
+            at = self.index(p.emit_after, f"unit {unit.name}")
+            late = [g for g in unit.gradients if self.workload.producer.get(g, -1) > at]
+            if late:
+                raise PlanError(f"unit {unit.name} emits before gradient {late[0]} exists")
+            used_later = [last for _, last, _ in self.windows.get(unit.name, ()) if last > at]
+            if used_later:
+                raise PlanError(f"unit {unit.name} emits before op {max(used_later)} read it")
+            moves = p.tier != "device"
+            self.after[at].append(
+                Instruction(
+                    kind="emit_gradients",
+                    name=unit.name,
+                    phase="backward",
+                    reads=unit.gradients,
+                    tier=p.tier,
+                    num_bytes=unit.gradient_bytes if moves else 0,
+                    scratch_bytes=0 if moves or self._serial else unit.update_scratch_bytes,
+                )
+            )
+            if moves:
+                end = self.index(p.release_gradients_after, f"unit {unit.name}")
+                if end < at:
+                    raise PlanError(f"unit {unit.name} releases its gradients before it emits them")
+                releases.append((end, unit))
+        for end, unit in releases:
+            self.after[end].append(
+                Instruction(
+                    kind="release_gradients",
+                    name=unit.name,
+                    phase="backward",
+                    reads=unit.gradients,
+                )
+            )
+
+    @property
+    def _serial(self) -> bool:
+        return self.plan.schedule == "serial"
+
+    def _pinned(self) -> frozenset[str]:
+        kept = {v.name for v in self.workload.values.values() if v.is_output}
+        if self._serial:
+            for unit in self.workload.units:
+                if self.plan.units[unit.name].tier == "device":
+                    kept |= set(unit.gradients)
+        return frozenset(kept)
+
+    def _static(self) -> int:
+        held = sum(
+            v.num_bytes
+            for v in self.workload.values.values()
+            if v.kind in MODEL_INPUT_KINDS and v.kind != "parameter"
+        )
+        return held + sum(
+            unit.compute_bytes + unit.state_bytes
+            for unit in self.workload.units
+            if self.plan.units[unit.name].tier == "device"
+        )
+
+
+def lower(workload: Workload, plan: Plan) -> Program:
+    """Turn a plan into the program that will run, in canonical order.
+
+    Raises:
+        PlanError: the plan names ops, values or units that the workload lacks, or orders
+            movements so that a value would be read before it exists or after it is gone.
+    """
+    _check_names(workload, plan)
+    return _Lowering(workload, plan).lower()
+
+
+def _steps(program: Program) -> Iterator[tuple[int, Instruction, bool]]:
+    """(instruction index, instruction or body op, whether a body op), in execution order."""
+    for k, instruction in enumerate(program.instructions):
+        for inner in instruction.body:
+            yield k, inner, True
+        yield k, instruction, False
+
+
+def residency(program: Program) -> Residency:
+    """Walk the program by storage: allocate, sample, free after the last reader.
+
+    A storage is born with the instruction that makes it and dies after the last that reads it.
+    What a recompute reads stays to its end (the caller holds it); its inner values die inside.
+    """
+    steps = list(_steps(program))
+    last: dict[str, int] = {}
+    first_of: dict[int, int] = {}
+    for s, (k, instruction, inner) in enumerate(steps):
+        first_of.setdefault(k, s)
+        for name, _ in instruction.births:
+            last[name] = s
+        for name in instruction.reads:
+            last[name] = s
+    dying: dict[int, list[str]] = defaultdict(list)
+    for name, s in last.items():
+        if name not in program.pinned:
+            dying[s].append(name)
+    alive: dict[str, int] = {}
+    now = peak = program.static_bytes
+    peak_step = -1
+    at_peak: dict[str, int] = {}
+    series = [program.static_bytes] * len(program.instructions)
+    for s, (k, instruction, _) in enumerate(steps):
+        for name, size in instruction.births:
+            if name not in alive:
+                alive[name] = size
+                now += size
+        top = now + instruction.scratch_bytes
+        series[k] = max(series[k], top)
+        if top > peak:
+            peak, peak_step = top, s
+            at_peak = dict(alive)
+            if instruction.scratch_bytes:
+                at_peak[f"{instruction.name} (update)"] = instruction.scratch_bytes
+        for name in dying[s]:
+            now -= alive.pop(name, 0)
+    k = steps[peak_step][0] if peak_step >= 0 else 0
+    largest = sorted(at_peak.items(), key=lambda item: (-item[1], item[0]))
+    return Residency(
+        static_bytes=program.static_bytes,
+        peak_bytes=peak,
+        peak_index=k,
+        peak_name=steps[peak_step][1].name if peak_step >= 0 else "start",
+        at_peak=tuple(largest[:64]),
+        series=tuple(series),
+    )

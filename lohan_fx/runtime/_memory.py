@@ -1,0 +1,86 @@
+"""Raw memory as torch tensors: libc's mmap, and 4096-byte alignment.
+
+`mmap.mmap` cannot place a mapping at a chosen address, and unmaps before its weak references
+are told; so the runtime calls libc.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+
+import torch
+
+ALIGNMENT = 4096
+"""Bytes. O_DIRECT transfers, regions of the host slab and logical file ranges start and end
+at multiples of it."""
+
+_MAP_FIXED = 0x10  # Linux, all architectures; not in Python's mmap module
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+def round_up(num_bytes: int) -> int:
+    """Return the smallest multiple of `ALIGNMENT` that is at least `num_bytes`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def map_anonymous(num_bytes: int) -> int:
+    """Map zeroed memory and return its address; OSError when the system has none.
+
+    The mapping is shared: O_DIRECT and DMA into private memory are unsafe across a fork (see
+    open(2)), and DataLoader workers fork.
+    """
+    read_write = mmap.PROT_READ | mmap.PROT_WRITE
+    return _mmap(None, num_bytes, read_write, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS, -1, 0)
+
+
+def reserve_addresses(num_bytes: int) -> int:
+    """Return the start of `num_bytes` of address space without memory, for `map_file_at`."""
+    no_access = 0
+    return _mmap(None, num_bytes, no_access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+
+
+def map_file_at(address: int, num_bytes: int, fd: int, offset: int) -> None:
+    """Map `num_bytes` of a file, shared and writable, over reserved addresses."""
+    read_write = mmap.PROT_READ | mmap.PROT_WRITE
+    _mmap(address, num_bytes, read_write, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
+
+
+def unmap(address: int, num_bytes: int) -> None:
+    """Undo any of the mappings above."""
+    _libc.munmap(address, num_bytes)
+
+
+def tensor_over(address: int, num_bytes: int, release: Callable[[], None]) -> torch.Tensor:
+    """Return a uint8 tensor over raw memory; `release` runs when its last view is collected.
+
+    `release` does not run at interpreter exit: other exit handlers may still read the memory.
+    """
+    array = (ctypes.c_uint8 * num_bytes).from_address(address)
+    weakref.finalize(array, release).atexit = False
+    return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def _mmap(
+    address: int | None, num_bytes: int, protection: int, flags: int, fd: int, offset: int
+) -> int:
+    result: int = _libc.mmap(address, num_bytes, protection, flags, fd, offset)
+    if result == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result

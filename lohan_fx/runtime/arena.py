@@ -1,0 +1,369 @@
+"""The host tier: one slab of host memory, its layout, and rings of staging buffers.
+
+One slab, because pinning many small allocations is slow and rounds each up; page aligned, so
+that the same bytes serve GPU copies and O_DIRECT. Regions start at multiples of `ALIGNMENT`
+(4096 bytes).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lohan_fx.errors import InsufficientMemoryError, StorageError, format_bytes
+from lohan_fx.runtime._memory import ALIGNMENT, map_anonymous, round_up, tensor_over, unmap
+
+_MAX_TOUCH_THREADS = 16
+_MIN_TOUCH_BYTES = 16 << 20  # less for one thread is not worth starting it
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A named range of a slab. `offset` in bytes, a multiple of `ALIGNMENT`."""
+
+    offset: int
+    num_bytes: int
+    name: str
+
+
+class Layout:
+    """Plans the regions of a slab before the slab is made.
+
+    Regions lie in the order of their reservation, each padded to `ALIGNMENT` bytes.
+    """
+
+    def __init__(self) -> None:
+        self._regions: dict[str, Region] = {}
+        self._total_bytes = 0
+
+    def reserve(self, num_bytes: int, name: str) -> Region:
+        """Reserve `num_bytes`; ValueError for a negative size or a name already taken."""
+        if num_bytes < 0:
+            raise ValueError(f"num_bytes must not be negative: {num_bytes} for {name!r}")
+        if name in self._regions:
+            raise ValueError(f"a region is already called {name!r}")
+        region = Region(self._total_bytes, num_bytes, name)
+        self._regions[name] = region
+        self._total_bytes += round_up(num_bytes)
+        return region
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the slab that holds all regions, in bytes, padding included."""
+        return self._total_bytes
+
+    def table(self) -> list[tuple[str, int, int]]:
+        """Return a row (name, offset, num_bytes) for each region, by offset."""
+        return [(region.name, region.offset, region.num_bytes) for region in self._regions.values()]
+
+
+class PageLocker:
+    """Pins host memory for GPU copies. Tests pass a subclass that needs no GPU."""
+
+    def available(self) -> bool:
+        return torch.cuda.is_available()
+
+    def lock(self, address: int, num_bytes: int) -> str:
+        """Pin; return "" or the reason of a refusal."""
+        portable = 1  # pinned for every CUDA context
+        code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, portable)
+        return "" if int(code) == 0 else str(torch.cuda.CudaError(int(code)))
+
+    def unlock(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class Arena:
+    """A slab of host memory, page aligned, zeroed, resident from the start.
+
+    Views share the slab without a copy and keep its memory alive, also after `close`. The
+    memory is shared with forked children rather than copied on write, as transfers by DMA
+    demand.
+
+    Args:
+        num_bytes: size in bytes, more than 0; rounded up to `ALIGNMENT`.
+        pin: whether `register` pins. Without a GPU one warning says that it does not.
+        available_bytes: host memory that may be taken, instead of what the system reports.
+        locker: pins memory.
+
+    Raises:
+        InsufficientMemoryError: the slab is larger than the available memory of the machine or
+            of the process's cgroup, or the system refuses the mapping.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int,
+        *,
+        pin: bool,
+        available_bytes: int | None = None,
+        locker: PageLocker | None = None,
+    ) -> None:
+        if num_bytes <= 0:
+            raise ValueError(f"a slab needs a positive number of bytes: {num_bytes}")
+        self.num_bytes = round_up(num_bytes)
+        self._locker = locker or PageLocker()
+        self._pin = pin and self._locker.available()
+        self._warned = False
+        self._locked: dict[int, int] = {}  # offset to bytes
+        have_bytes = available_host_bytes() if available_bytes is None else available_bytes
+        if self.num_bytes > have_bytes:
+            raise _insufficient(self.num_bytes, have_bytes)
+        try:
+            self._address = map_anonymous(self.num_bytes)
+        except OSError as error:
+            raise _insufficient(self.num_bytes, have_bytes) from error
+        release = functools.partial(
+            _release, self._locker, self._locked, self._address, self.num_bytes
+        )
+        self._slab: torch.Tensor | None = tensor_over(self._address, self.num_bytes, release)
+        _touch(self._address, self.num_bytes)
+        if pin and not self._pin:
+            self._warn("there is no CUDA device")
+
+    def view(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Return a uint8 view of `num_bytes` bytes at `offset`; ValueError if out of range."""
+        return self._check(offset, num_bytes)[offset : offset + num_bytes]
+
+    def typed(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous view of `dtype` and `shape` at byte `offset`.
+
+        ValueError if it is out of range or `offset` is no multiple of the item size.
+        """
+        if offset % dtype.itemsize:
+            raise ValueError(f"offset {offset} must be a multiple of {dtype.itemsize} for {dtype}")
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        return self.view(offset, num_bytes).view(dtype).view(tuple(shape))
+
+    def register(self, offset: int, num_bytes: int) -> bool:
+        """Pin a region for GPU copies and say whether it is pinned.
+
+        A GPU copy must not span two registered regions: register what is copied as one piece.
+        If the system refuses, one warning says so and the region stays pageable: copies work,
+        but are slower and not asynchronous.
+
+        ValueError if the region is out of range, overlaps a registered one, or `offset` is no
+        multiple of `ALIGNMENT`. `num_bytes` is rounded up to it.
+        """
+        self._check(offset, num_bytes)
+        if offset % ALIGNMENT:
+            raise ValueError(f"offset {offset} must be a multiple of {ALIGNMENT}")
+        num_bytes = round_up(num_bytes)
+        for start, length in self._locked.items():
+            if offset < start + length and start < offset + num_bytes:
+                raise ValueError(
+                    f"bytes {offset}..{offset + num_bytes} overlap the registered region "
+                    f"{start}..{start + length}"
+                )
+        if not self._pin or num_bytes == 0:
+            return False
+        refusal = self._locker.lock(self._address + offset, num_bytes)
+        if refusal:
+            self._warn(f"{format_bytes(num_bytes)} were refused: {refusal}")
+            return False
+        self._locked[offset] = num_bytes
+        return True
+
+    def close(self) -> None:
+        """Unpin all regions and let go of the slab. A second call does nothing.
+
+        GPU copies must have ended. The memory goes back to the system with the last view.
+        """
+        _unlock(self._locker, self._locked, self._address)
+        self._slab = None
+
+    def _check(self, offset: int, num_bytes: int) -> torch.Tensor:
+        if self._slab is None:
+            raise ValueError("the arena is closed")
+        if offset < 0 or num_bytes < 0 or offset + num_bytes > self.num_bytes:
+            raise ValueError(
+                f"bytes {offset}..{offset + num_bytes} are not within the slab of "
+                f"{self.num_bytes} bytes"
+            )
+        return self._slab
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"host memory is not pinned, GPU copies will be slower: {reason}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+class BufferRing:
+    """Equal buffers in one region of an arena, lent to threads in the order of their asking.
+
+    Each buffer starts at a multiple of `ALIGNMENT` and has `buffer_bytes` bytes, a multiple
+    of it too, so whole buffers suit O_DIRECT.
+
+    Raises:
+        ValueError: the region has less than `ALIGNMENT` bytes for each buffer.
+    """
+
+    def __init__(self, arena: Arena, region: Region, num_buffers: int) -> None:
+        if num_buffers < 1 or region.num_bytes < num_buffers * ALIGNMENT:
+            raise ValueError(
+                f"{region.name!r} of {region.num_bytes} bytes has no room for {num_buffers} "
+                f"buffers of at least {ALIGNMENT} bytes"
+            )
+        self.buffer_bytes = region.num_bytes // num_buffers // ALIGNMENT * ALIGNMENT
+        buffers = [
+            arena.view(region.offset + index * self.buffer_bytes, self.buffer_bytes)
+            for index in range(num_buffers)
+        ]
+        self._buffers = {buffer.data_ptr(): buffer for buffer in buffers}
+        self._free = deque(self._buffers)
+        self._waiting: deque[object] = deque()
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def acquire(self) -> torch.Tensor:
+        """Return a free buffer; wait for one, first come, first served.
+
+        Raises:
+            StorageError: the ring is closed, or is closed during the wait.
+        """
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                self._changed.wait_for(
+                    lambda: self._closed or (self._free and self._waiting[0] is ticket)
+                )
+                if self._closed:
+                    raise StorageError("the ring of staging buffers is closed")
+                return self._buffers[self._free.popleft()]
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+
+    def try_acquire(self) -> torch.Tensor | None:
+        """Return a free buffer at once, or None if there is none or others wait for one.
+
+        Raises:
+            StorageError: the ring is closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise StorageError("the ring of staging buffers is closed")
+            if not self._free or self._waiting:
+                return None
+            return self._buffers[self._free.popleft()]
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """Give a buffer back; ValueError if it is not lent by this ring."""
+        with self._changed:
+            address = buffer.data_ptr()
+            if address not in self._buffers or address in self._free:
+                raise ValueError(f"no buffer at {address:#x} is lent by this ring")
+            self._free.append(address)
+            self._changed.notify_all()
+
+    @contextmanager
+    def lend(self) -> Iterator[torch.Tensor]:
+        """Acquire a buffer for the length of a `with` block."""
+        buffer = self.acquire()
+        try:
+            yield buffer
+        finally:
+            self.release(buffer)
+
+    def close(self) -> None:
+        """Wake all waiters with an error. Lent buffers stay valid and may be released."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+def available_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that this process can still take without swapping or being killed.
+
+    The smallest of the machine's available memory and the headroom of each memory cgroup
+    (v1 and v2) around the process; page cache that a cgroup can drop counts as free.
+    """
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available_bytes = int(line.split()[1]) << 10  # given in KiB
+            return min([available_bytes, *_cgroup_headrooms(proc, cgroups)])
+    raise AssertionError("Linux has reported MemAvailable since 3.14")
+
+
+def _cgroup_headrooms(proc: Path, cgroups: Path) -> Iterator[int]:
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = cgroups / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # In a container the path may be the host's; then only the root exists.
+        group = root / path.lstrip("/")
+        for directory in (group, *group.parents):
+            headroom = _headroom(directory, *names)
+            if headroom is not None:
+                yield headroom
+
+
+def _headroom(directory: Path, limit: str, usage: str, droppable: str) -> int | None:
+    """Return the bytes left in one cgroup, None if it has no limit."""
+    try:
+        limit_bytes = (directory / limit).read_text().strip()
+        used_bytes = int((directory / usage).read_text())
+        rows = (directory / "memory.stat").read_text().splitlines()
+    except OSError:
+        return None
+    if limit_bytes == "max":
+        return None
+    stat = dict(row.split(maxsplit=1) for row in rows)
+    return max(0, int(limit_bytes) - used_bytes + int(stat.get(droppable, 0)))
+
+
+def _insufficient(need_bytes: int, have_bytes: int) -> InsufficientMemoryError:
+    return InsufficientMemoryError(
+        "host",
+        need_bytes,
+        have_bytes,
+        where="making the host slab",
+        advice="give lohan_fx a smaller host budget or an SSD directory, or end other programs",
+    )
+
+
+def _touch(address: int, num_bytes: int) -> None:
+    """Write to every page, so that the page faults happen now, on several threads."""
+    num_threads = min(
+        _MAX_TOUCH_THREADS, len(os.sched_getaffinity(0)), -(-num_bytes // _MIN_TOUCH_BYTES)
+    )
+    share = round_up(-(-num_bytes // num_threads))
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="lohan_fx-touch") as pool:
+        for start in range(0, num_bytes, share):
+            pool.submit(ctypes.memset, address + start, 0, min(share, num_bytes - start))
+
+
+def _unlock(locker: PageLocker, locked: dict[int, int], base: int) -> None:
+    while locked:
+        offset, _ = locked.popitem()
+        locker.unlock(base + offset)
+
+
+def _release(locker: PageLocker, locked: dict[int, int], base: int, num_bytes: int) -> None:
+    _unlock(locker, locked, base)
+    unmap(base, num_bytes)

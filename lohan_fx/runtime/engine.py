@@ -1,0 +1,194 @@
+"""Runs one rewritten program: slots of swapped residuals, stays of units, one step at a time.
+
+The ops of the program (`runtime.ops`) call the methods named after them. All of them return at
+once except release, wait and wait_unit, which make compute wait for a transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lohan_fx.footprint import STRIPE_BYTES
+from lohan_fx.plan import Tier
+from lohan_fx.runtime.arena import Arena
+from lohan_fx.runtime.lanes import Lanes, Ticket, storage_of
+from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
+from lohan_fx.runtime.states import ModelStates, views_of
+from lohan_fx.runtime.updates import Updater
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where one swapped residual waits for backward. Offsets are in its tier's slot region."""
+
+    name: str
+    num_bytes: int
+    tier: Tier
+    offset: int
+
+
+class SlotStore:
+    """Host memory and SSD space for the slots of all programs of a model; they run in turn."""
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self.arena: Arena | None = None
+        self.file: StripedFile | None = None
+
+    def grow_host(self, num_bytes: int) -> None:
+        """Have at least `num_bytes` of host memory. Nothing may be in use."""
+        if num_bytes > (self.arena.num_bytes if self.arena is not None else 0):
+            if self.arena is not None:
+                self.arena.close()
+                self.arena = None
+            self.arena = Arena(num_bytes, pin=self._pin)
+            self.arena.register(0, num_bytes)
+
+    def grow_ssd(self, num_bytes: int, run: RunDirectory, pool: IoPool) -> None:
+        """Have at least `num_bytes` of SSD space. Nothing may be in use."""
+        if num_bytes > (self.file.num_bytes if self.file is not None else 0):
+            if self.file is not None:
+                self.file.close()
+            name = f"slots-{num_bytes}"
+            self.file = StripedFile(run, name, num_bytes, pool, stripe_bytes=STRIPE_BYTES)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+        if self.arena is not None:
+            self.arena.close()
+
+
+@dataclass(slots=True)
+class _Loan:
+    """A residual that is away: its shape, and the transfers that are under way."""
+
+    num_bytes: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    storage_offset: int
+    copied: Ticket
+    written: Ticket | None
+    loaded: Ticket | None = None
+
+
+class Engine:
+    """One program, ready to run.
+
+    Args:
+        slots: numbered as in the program's ops.
+        emit_order: units in the order in which backward emits their gradients.
+        states, updater, lanes, store: shared with the model's other programs.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        emit_order: Sequence[int],
+        states: ModelStates,
+        updater: Updater | None,
+        lanes: Lanes,
+        store: SlotStore,
+    ) -> None:
+        self.slots = tuple(slots)
+        self.emit_order = tuple(emit_order)
+        self.states = states
+        self.updater = updater
+        self.lanes = lanes
+        self.store = store
+        self._loans: dict[int, _Loan] = {}
+        self._fetches: dict[int, Ticket] = {}
+
+    # -- the program's ops ------------------------------------------------------------------
+
+    def offload(self, x: Tensor, slot: int) -> None:
+        where = self.slots[slot]
+        source = storage_of(x)
+        size = min(where.num_bytes, source.numel())
+        source = source[:size]
+        written = None
+        if where.tier == "host":
+            assert self.store.arena is not None
+            copied = self.lanes.to_host([(source, self.store.arena.view(where.offset, size))])
+        else:
+            assert self.store.file is not None
+            copied, written = self.lanes.to_ssd(source, self.store.file, where.offset)
+        self._loans[slot] = _Loan(
+            num_bytes=size,
+            dtype=x.dtype,
+            size=x.size(),
+            stride=x.stride(),
+            storage_offset=x.storage_offset(),
+            copied=copied,
+            written=written,
+        )
+
+    def release(self, slot: int) -> None:
+        self._loans[slot].copied.wait()
+
+    def prefetch(self, slot: int) -> Tensor:
+        where = self.slots[slot]
+        loan = self._loans[slot]
+        flat = torch.empty(loan.num_bytes, dtype=torch.uint8, device=self.lanes.device)
+        if where.tier == "host":
+            assert self.store.arena is not None
+            source = self.store.arena.view(where.offset, loan.num_bytes)
+            loan.loaded = self.lanes.to_device([(source, flat)])
+        else:
+            assert self.store.file is not None
+            loan.loaded = self.lanes.from_ssd(
+                self.store.file, where.offset, flat, after=loan.written
+            )
+        whole = loan.num_bytes // loan.dtype.itemsize * loan.dtype.itemsize
+        return (
+            flat[:whole]
+            .view(loan.dtype)
+            .as_strided(loan.size, loan.stride, loan.storage_offset)
+        )
+
+    def wait(self, slot: int) -> None:
+        loaded = self._loans.pop(slot).loaded
+        assert loaded is not None
+        loaded.wait()
+
+    def fetch_unit(self, unit: int) -> Tensor:
+        states = self.states.units[unit]
+        flats = states.flats
+        assert flats is not None
+        flat = torch.empty_like(flats.compute, device=self.lanes.device)
+        if states.tier == "host":
+            self._fetches[unit] = self.lanes.to_device([(flats.compute, flat)])
+        else:
+            assert self.states.file is not None
+            self._fetches[unit] = self.lanes.from_ssd(
+                self.states.file, states.offset, flat.view(torch.uint8)
+            )
+        return flat
+
+    def wait_unit(self, flat: Tensor, unit: int) -> list[Tensor]:
+        self._fetches.pop(unit).wait()
+        return views_of(flat, self.states.units[unit].layout.slices)
+
+    def emit_gradients(self, gradients: Sequence[Tensor | None], unit: int) -> None:
+        assert self.updater is not None
+        self.updater.emit(unit, gradients)
+
+    def release_gradients(self, unit: int) -> None:
+        assert self.updater is not None
+        self.updater.release(unit)
+
+    # -- one step ---------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget what a step left behind that did not run to its end."""
+        self.lanes.drain()
+        for loan in self._loans.values():
+            if loan.written is not None:
+                loan.written.settle()
+        self._loans.clear()
+        self._fetches.clear()

@@ -1,0 +1,146 @@
+"""Runs the two halves of a program: what autograd sees of a rewritten step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lohan_fx.capture import Captured, InputRole
+from lohan_fx.errors import StepError
+from lohan_fx.passes.split import Halves
+from lohan_fx.runtime.engine import Engine
+
+
+@dataclass(slots=True)
+class Pending:
+    """A forward that waits for its backward, with what it saved. Used once."""
+
+    saved: list[Tensor]
+    inputs: list[Any]
+    alive: bool = True
+
+    def take(self) -> list[Tensor]:
+        """The saved tensors; the caller is their only owner from here on.
+
+        Raises:
+            StepError: they are gone.
+        """
+        if not self.alive:
+            raise StepError(
+                "this forward's saved tensors are gone: its backward ran already, or another "
+                "forward of the compiled model ran since. Call backward once, before the next "
+                "forward in training mode"
+            )
+        saved, self.saved = self.saved, []
+        self.alive = False
+        return saved
+
+    def drop(self) -> None:
+        self.alive = False
+        self.saved = []
+        self.inputs = []
+
+
+@dataclass(kw_only=True)
+class Executor:
+    """One program of a model.
+
+    Args:
+        captured, halves: what to run.
+        engine: what the program's ops call.
+        parameters: name → tensor that the graph reads, for device-resident parameters.
+        buffers: name → the module's buffer, looked up when it is needed.
+    """
+
+    captured: Captured
+    halves: Halves
+    engine: Engine
+    parameters: Callable[[str], Tensor]
+    buffers: Callable[[str], Tensor]
+    pending: Pending | None = field(default=None)
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        return self.captured.differentiable
+
+    def forward(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Run forward on the flattened user inputs; returns the flat outputs.
+
+        Sets `pending` for `backward`. A forward that is still pending is dropped: its slots are
+        needed.
+        """
+        self.drop_pending()
+        arguments = [self._argument(role, inputs) for role in self.halves.forward_inputs]
+        try:
+            results = self.halves.forward(arguments)
+        except BaseException:
+            self.abort()
+            raise
+        num_saved = self.halves.num_saved
+        split = len(results) - num_saved
+        outputs: list[Any] = [None] * self.captured.num_outputs
+        for value, role in zip(results[:split], self.halves.forward_outputs, strict=True):
+            if role.kind == "output":
+                outputs[role.index] = value
+            else:
+                target = self.buffers(role.target) if role.target else inputs[role.index]
+                with torch.no_grad():
+                    target.copy_(value)
+        if self.halves.backward is not None:
+            self.pending = Pending(saved=list(results[split:]), inputs=list(inputs))
+        return tuple(outputs)
+
+    def backward(
+        self, pending: Pending, tangents: Mapping[int, Tensor]
+    ) -> dict[tuple[str, int], Tensor]:
+        """Run backward. Returns the gradients that the program did not consume itself, by
+        (parameter name, -1) or ("", input index)."""
+        saved = pending.take()
+        self.pending = None
+        assert self.halves.backward is not None
+        arguments = [
+            tangents[r.index] if r.kind == "tangent" else self._argument(r, pending.inputs)
+            for r in self.halves.backward_inputs
+        ]
+        pending.inputs = []
+        arguments += saved
+        saved.clear()
+        updater = self.engine.updater
+        try:
+            if updater is not None:
+                updater.begin(self.engine.emit_order)
+            gradients = self.halves.backward(arguments)
+        except BaseException:
+            self.abort()
+            raise
+        return {
+            (role.target, role.index): value
+            for role, value in zip(self.halves.backward_outputs, gradients, strict=True)
+        }
+
+    def drop_pending(self) -> None:
+        """Forget a forward whose backward never came."""
+        if self.pending is not None:
+            self.pending.drop()
+            self.pending = None
+            self.engine.reset()
+
+    def abort(self) -> None:
+        """Leave nothing behind of a step that failed; its error is on the way to the user."""
+        if self.pending is not None:
+            self.pending.drop()
+            self.pending = None
+        self.engine.reset()
+        if self.engine.updater is not None:
+            self.engine.updater.abort()
+
+    def _argument(self, role: InputRole, inputs: Sequence[Any]) -> Any:
+        if role.kind == "parameter":
+            return self.parameters(role.target)
+        if role.kind == "buffer":
+            return self.buffers(role.target)
+        return inputs[role.index]

@@ -1,0 +1,374 @@
+"""Transfers between device, host and SSD, in lanes that run beside compute.
+
+A lane is a thread that runs transfers in order of submission: d2h (offloads), h2d (reloads and
+fetches). On CUDA each has a stream of its own; on a CPU device the same lanes copy memory. SSD
+transfers pass through a ring of staging buffers, chunk by chunk, so that the copy of one chunk
+overlaps the I/O of others and host memory stays bounded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lohan_fx.runtime.arena import BufferRing
+from lohan_fx.runtime.ssd import StripedFile
+
+_CHUNKS_AHEAD = 4
+"""SSD reads of one transfer in flight while an earlier chunk is copied."""
+
+
+class Ticket:
+    """The end of one transfer: `wait` for compute, `synchronize` for the host.
+
+    A failed transfer raises at both. On CUDA the work may still be queued on the lane's stream
+    when the ticket is signalled; `event` then marks its end.
+    """
+
+    __slots__ = ("_error", "_signal", "event")
+
+    def __init__(self) -> None:
+        self._signal = threading.Event()
+        self._error: BaseException | None = None
+        self.event: torch.cuda.Event | None = None
+
+    def finish(self, event: torch.cuda.Event | None = None) -> None:
+        self.event = event
+        self._signal.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._signal.set()
+
+    def wait(self) -> None:
+        """Make the compute stream (on a CPU device: the caller) wait for the transfer."""
+        self._signal.wait()
+        if self._error is not None:
+            raise self._error
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+    def synchronize(self) -> None:
+        """Wait on the host until the bytes have arrived."""
+        self._signal.wait()
+        if self._error is not None:
+            raise self._error
+        if self.event is not None:
+            self.event.synchronize()
+
+    def settle(self) -> None:
+        """Wait on the host until the transfer has ended, failed or not."""
+        self._signal.wait()
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class Lane:
+    """One thread that runs jobs in order. A job's closure is gone before its ticket is signalled,
+    so that the memory it held falls at a known point."""
+
+    def __init__(self, name: str, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = stream
+        self._jobs: deque[tuple[Callable[[], None], Ticket]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"lohan_fx-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None], ticket: Ticket | None = None) -> Ticket:
+        """Queue a job. It may use `self.stream`; the ticket's event is recorded behind it."""
+        ticket = ticket or Ticket()
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the lane is closed")
+            self._jobs.append((job, ticket))
+            self._changed.notify()
+        return ticket
+
+    def drain(self) -> None:
+        """Wait until everything that was submitted has ended, failed or not."""
+        ticket = self.submit(lambda: None)
+        ticket.synchronize()
+
+    def close(self) -> None:
+        """Finish what was submitted and join the thread. A second call does nothing."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs and not self._closed:
+                    self._changed.wait()
+                if not self._jobs:
+                    return
+                job, ticket = self._jobs.popleft()
+            try:
+                with self._context():
+                    job()
+                event = None
+                if self.stream is not None:
+                    event = torch.cuda.Event()
+                    event.record(self.stream)
+            except BaseException as error:  # whoever waits for the ticket gets it
+                del job
+                ticket.fail(error)
+            else:
+                del job
+                ticket.finish(event)
+            del ticket
+
+    def _context(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+
+def storage_of(tensor: Tensor) -> Tensor:
+    """The whole storage behind a tensor as flat uint8, without a copy."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload,no-any-return]
+
+
+@dataclass
+class Counters:
+    """Bytes moved so far, by link. D2H and H2D count what crosses between device and host."""
+
+    d2h_bytes: int = 0
+    h2d_bytes: int = 0
+    ssd_read_bytes: int = 0
+    ssd_write_bytes: int = 0
+
+    def minus(self, other: Counters) -> Counters:
+        return Counters(
+            self.d2h_bytes - other.d2h_bytes,
+            self.h2d_bytes - other.h2d_bytes,
+            self.ssd_read_bytes - other.ssd_read_bytes,
+            self.ssd_write_bytes - other.ssd_write_bytes,
+        )
+
+    def copy(self) -> Counters:
+        return self.minus(Counters())
+
+
+class Lanes:
+    """The lanes of one compiled model.
+
+    Args:
+        device: the compute device.
+        staging: buffers for SSD transfers; None if nothing is on SSDs.
+    """
+
+    def __init__(self, device: torch.device, staging: BufferRing | None = None) -> None:
+        self.device = device
+        self.staging = staging
+        self.counters = Counters()
+        self._count_lock = threading.Lock()
+        self._cuda = device.type == "cuda"
+        self.d2h = Lane("d2h", torch.cuda.Stream(device) if self._cuda else None)
+        self.h2d = Lane("h2d", torch.cuda.Stream(device) if self._cuda else None)
+
+    def count(self, **amounts: int) -> None:
+        with self._count_lock:
+            for name, amount in amounts.items():
+                setattr(self.counters, name, getattr(self.counters, name) + amount)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event at the present end of the compute stream (None on a CPU device)."""
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    # -- host tier ---------------------------------------------------------------------------
+
+    def to_host(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ticket:
+        """Copy (device source, host destination) pairs once compute has reached this point."""
+        return self._copy(self.d2h, list(pairs), d2h=True)
+
+    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ticket:
+        """Copy (host source, device destination) pairs once compute has reached this point."""
+        return self._copy(self.h2d, list(pairs), d2h=False)
+
+    def _copy(self, lane: Lane, pairs: list[tuple[Tensor, Tensor]], *, d2h: bool) -> Ticket:
+        size = sum(source.numel() * source.element_size() for source, _ in pairs)
+        self.count(**{"d2h_bytes" if d2h else "h2d_bytes": size})
+        start = self.mark()
+        stream = lane.stream
+        if stream is not None:  # asynchronous already: no thread is needed to queue it
+            assert start is not None
+            ticket = Ticket()
+            with torch.cuda.stream(stream):
+                stream.wait_event(start)
+                for source, destination in pairs:
+                    destination.copy_(source, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(stream)
+            ticket.finish(event)
+            return ticket
+
+        def job() -> None:
+            while pairs:
+                source, destination = pairs.pop()
+                destination.copy_(source)
+
+        return lane.submit(job)
+
+    # -- SSD tier ----------------------------------------------------------------------------
+
+    def to_ssd(self, source: Tensor, file: StripedFile, offset: int) -> tuple[Ticket, Ticket]:
+        """Write flat device bytes to a file. Returns (source copied, bytes on the SSD)."""
+        size = source.numel()
+        self.count(d2h_bytes=size, ssd_write_bytes=size)
+        start = self.mark()
+        written = Ticket()
+        held = [source]
+
+        def job() -> None:
+            writes: list[Future[None]] = []
+            try:
+                self._write_chunks(held.pop(), file, offset, start, writes)
+            except BaseException as error:
+                _join(writes)
+                written.fail(error)
+                raise
+            _when_all_done(writes, written)
+
+        return self.d2h.submit(job), written
+
+    def _write_chunks(
+        self,
+        source: Tensor,
+        file: StripedFile,
+        offset: int,
+        start: torch.cuda.Event | None,
+        writes: list[Future[None]],
+    ) -> None:
+        assert self.staging is not None
+        stream = self.d2h.stream
+        if stream is not None and start is not None:
+            stream.wait_event(start)
+        step = self.staging.buffer_bytes
+        for begin in range(0, source.numel(), step):
+            chunk = source[begin : begin + step]
+            buffer = self.staging.acquire()
+            try:
+                buffer[: chunk.numel()].copy_(chunk, non_blocking=True)
+                if stream is not None:
+                    stream.synchronize()
+                write = file.submit_pwrite(buffer[: chunk.numel()], offset + begin)
+            except BaseException:
+                self.staging.release(buffer)
+                raise
+            write.add_done_callback(lambda _, b=buffer: self.staging.release(b))  # type: ignore[union-attr,misc]
+            writes.append(write)
+
+    def from_ssd(
+        self, file: StripedFile, offset: int, destination: Tensor, after: Ticket | None = None
+    ) -> Ticket:
+        """Read flat device bytes from a file, once `after` (the write of them) has ended."""
+        size = destination.numel()
+        self.count(h2d_bytes=size, ssd_read_bytes=size)
+        start = self.mark()
+        held = [destination]
+
+        def job() -> None:
+            if after is not None:
+                after.synchronize()
+            self._read_chunks(held.pop(), file, offset, start)
+
+        return self.h2d.submit(job)
+
+    def _read_chunks(
+        self,
+        destination: Tensor,
+        file: StripedFile,
+        offset: int,
+        start: torch.cuda.Event | None,
+    ) -> None:
+        assert self.staging is not None
+        stream = self.h2d.stream
+        if stream is not None and start is not None:
+            stream.wait_event(start)
+        step = self.staging.buffer_bytes
+        begins = deque(range(0, destination.numel(), step))
+        reads: deque[tuple[int, Tensor, Future[None]]] = deque()
+        try:
+            while begins or reads:
+                while begins and len(reads) < _CHUNKS_AHEAD:
+                    begin = begins[0]
+                    # Only the first read may wait for a buffer: others would hold what it needs.
+                    buffer = self.staging.acquire() if not reads else self.staging.try_acquire()
+                    if buffer is None:
+                        break
+                    begins.popleft()
+                    size = min(step, destination.numel() - begin)
+                    try:
+                        read = file.submit_pread(buffer[:size], offset + begin)
+                    except BaseException:
+                        self.staging.release(buffer)
+                        raise
+                    reads.append((begin, buffer, read))
+                begin, buffer, read = reads[0]
+                read.result()
+                size = min(step, destination.numel() - begin)
+                destination[begin : begin + size].copy_(buffer[:size], non_blocking=True)
+                if stream is not None:
+                    stream.synchronize()
+                reads.popleft()
+                self.staging.release(buffer)
+        finally:
+            for _, buffer, read in reads:
+                read.exception()
+                self.staging.release(buffer)
+
+    def drain(self) -> None:
+        """Wait until no transfer is running."""
+        self.d2h.drain()
+        self.h2d.drain()
+
+    def close(self) -> None:
+        """Finish all transfers and join the threads."""
+        if self.staging is not None:
+            self.staging.close()
+        self.d2h.close()
+        self.h2d.close()
+
+
+def _join(futures: Sequence[Future[None]]) -> None:
+    for future in futures:
+        future.exception()
+
+
+def _when_all_done(futures: list[Future[None]], ticket: Ticket) -> None:
+    """Signal the ticket when the last future ends; with the first error if there is one."""
+    if not futures:
+        ticket.finish()
+        return
+    lock = threading.Lock()
+    left = [len(futures)]
+
+    def ended(_: Future[None]) -> None:
+        with lock:
+            left[0] -= 1
+            last = left[0] == 0
+        if last:
+            errors = [e for f in futures if (e := f.exception()) is not None]
+            if errors:
+                ticket.fail(errors[0])
+            else:
+                ticket.finish()
+            futures.clear()
+
+    for future in list(futures):
+        future.add_done_callback(ended)

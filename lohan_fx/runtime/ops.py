@@ -1,0 +1,112 @@
+"""The ops that a rewritten program is made of, in the ``lohan::`` namespace.
+
+They are thin: each looks up the engine that the program was compiled for and calls it. `run` is
+the engine's number, `slot`, `unit` and `window` number swapped residuals, units and the units'
+stays on the device; together they make every call unique, so that no pass may merge two.
+Order is by data: release takes the handle of the offload, prefetch that of the release.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lohan_fx.runtime.engine import Engine
+
+_SCHEMAS = {
+    "offload": "(Tensor x, int run, int slot) -> Tensor",
+    "release": "(Tensor x, Tensor handle, int run, int slot) -> Tensor",
+    "prefetch": "(Tensor handle, int run, int slot) -> Tensor",
+    "wait": "(Tensor(a) y, int run, int slot) -> Tensor(a)",
+    "fetch_unit": "(int run, int unit, int window) -> Tensor",
+    "wait_unit": "(Tensor(a) flat, int run, int unit, int window) -> Tensor(a)[]",
+    "emit_gradients": "(Tensor?[] gradients, int run, int unit) -> Tensor",
+    "release_gradients": "(Tensor?[] gradients, Tensor token, int run, int unit) -> Tensor",
+}
+
+
+class EngineRegistry:
+    """Number → live engine. The only state that ops share; engines leave when they close."""
+
+    def __init__(self) -> None:
+        self._engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count(1)
+
+    def add(self, engine: Engine) -> int:
+        number = next(self._numbers)
+        self._engines[number] = engine
+        return number
+
+    def __getitem__(self, number: int) -> Engine:
+        engine = self._engines.get(number)
+        if engine is None:
+            raise RuntimeError(f"program of run {number} outlived its engine")
+        return engine
+
+
+engines = EngineRegistry()
+
+
+def _token() -> Tensor:
+    return torch.empty(0)
+
+
+def _offload(x: Tensor, run: int, slot: int) -> Tensor:
+    engines[run].offload(x, slot)
+    return _token()
+
+
+def _release(x: Tensor, handle: Tensor, run: int, slot: int) -> Tensor:
+    engines[run].release(slot)
+    return _token()
+
+
+def _prefetch(handle: Tensor, run: int, slot: int) -> Tensor:
+    return engines[run].prefetch(slot)
+
+
+def _wait(y: Tensor, run: int, slot: int) -> Tensor:
+    engines[run].wait(slot)
+    return y
+
+
+def _fetch_unit(run: int, unit: int, window: int) -> Tensor:
+    return engines[run].fetch_unit(unit)
+
+
+def _wait_unit(flat: Tensor, run: int, unit: int, window: int) -> list[Tensor]:
+    return engines[run].wait_unit(flat, unit)
+
+
+def _emit_gradients(gradients: Sequence[Tensor | None], run: int, unit: int) -> Tensor:
+    engines[run].emit_gradients(gradients, unit)
+    return _token()
+
+
+def _release_gradients(
+    gradients: Sequence[Tensor | None], token: Tensor, run: int, unit: int
+) -> Tensor:
+    engines[run].release_gradients(unit)
+    return _token()
+
+
+_library = torch.library.Library("lohan", "DEF")
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema)
+    # One kernel for every device: an op's tensors may be on the device, on the host, or absent.
+    _library.impl(_name, globals()[f"_{_name}"], "CompositeExplicitAutograd")
+
+offload = torch.ops.lohan.offload.default
+release = torch.ops.lohan.release.default
+prefetch = torch.ops.lohan.prefetch.default
+wait = torch.ops.lohan.wait.default
+fetch_unit = torch.ops.lohan.fetch_unit.default
+wait_unit = torch.ops.lohan.wait_unit.default
+emit_gradients = torch.ops.lohan.emit_gradients.default
+release_gradients = torch.ops.lohan.release_gradients.default

@@ -1,0 +1,732 @@
+"""The user's optimizer, run unit by unit on views of flat buffers.
+
+A `UnitOptimizer` updates the parameters of one unit with the arithmetic of the user's own
+`torch.optim` object: a *shadow* of the same class, without its hooks, is given views in place of
+the parameters, gradients and state, and its own `step` runs on them. Nothing of an update rule
+is written down here, so a unit's update equals plain PyTorch's on the same device, bitwise.
+
+No storage, no threads: the caller owns all buffers and may pass other addresses in every step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from lohan_fx.errors import StepError, UnsupportedOptimizerError
+
+ScalarState = list[dict[str, float] | None]
+"""Per parameter: the step counters and other scalars by name (`{}` for an optimizer that keeps
+none, such as SGD with momentum); None for a parameter that has not been updated yet and
+therefore has no state. Plain data, fit for JSON; float32 and float64 values survive exactly."""
+
+Hyperparameters = tuple[dict[str, Any], ...]
+"""Per parameter group of the user's optimizer: its entries without the parameters."""
+
+SUPPORTED: tuple[type[Optimizer], ...] = (
+    AdamW,
+    Adam,
+    SGD,
+    RMSprop,
+    Adagrad,
+    Adamax,
+    NAdam,
+    RAdam,
+    Adadelta,
+    ASGD,
+    Rprop,
+)
+"""Classes of torch.optim whose update of an element reads that element and scalars only."""
+
+_NOT_ELEMENTWISE = {
+    "LBFGS": "it calls a closure several times a step and mixes all parameters in one direction",
+    "SparseAdam": "it needs sparse gradients, and the gradients that are emitted are dense",
+    "Adafactor": "it factors its second moment into rows and columns and scales by tensor norms",
+    "Muon": "it orthogonalizes whole matrices",
+}
+
+_ADVICE = (
+    f"Use one of {', '.join(cls.__name__ for cls in SUPPORTED)}; or leave `optimizer=` out: then "
+    "only activations are managed and your optimizer steps on `.grad` as ever."
+)
+
+_NO_PART_OF_THE_UPDATE = frozenset(
+    {"add_param_group", "load_state_dict", "state_dict", "zero_grad"}
+)
+_NOT_HYPERPARAMETERS = frozenset({"params", "param_names"})
+
+_CPU = torch.device("cpu")
+
+_ALIGNMENT = 1024
+"""Pieces of a parameter begin at multiples of this many elements, so that vectorized kernels
+treat every element as they do in the whole parameter (fused CPU kernels round the elements that
+are left over after the last full vector differently)."""
+
+
+def _refuse(optimizer: object, reason: str, advice: str = _ADVICE) -> UnsupportedOptimizerError:
+    return UnsupportedOptimizerError(
+        f"{type(optimizer).__module__}.{type(optimizer).__qualname__} cannot update parameters "
+        f"unit by unit: {reason}. {advice}"
+    )
+
+
+def _supported_base(optimizer: Optimizer) -> type[Optimizer]:
+    """Return the class in `SUPPORTED` whose update `optimizer` runs, or refuse."""
+    for name, reason in _NOT_ELEMENTWISE.items():
+        known = getattr(torch.optim, name, None)
+        if known is not None and isinstance(optimizer, known):
+            raise _refuse(optimizer, reason)
+    cls = type(optimizer)
+    base = next((c for c in cls.__mro__ if c in SUPPORTED), None)
+    if base is None:
+        reason = "its class is not known to work elementwise"
+        closure = inspect.signature(cls.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            reason = "its step needs a closure, which would run the model again inside the update"
+        inner = getattr(optimizer, "optimizer", None)
+        if isinstance(inner, Optimizer):
+            raise _refuse(optimizer, reason, f"Pass the {type(inner).__name__} that it wraps.")
+        raise _refuse(optimizer, reason)
+    for c in cls.__mro__[: cls.__mro__.index(base)]:
+        for name, value in vars(c).items():
+            if name.startswith("__") or name in _NO_PART_OF_THE_UPDATE or not hasattr(base, name):
+                continue
+            # torch wraps `step` in place, on the class of the first instance.
+            if inspect.unwrap(value) is not inspect.unwrap(getattr(base, name)):
+                raise _refuse(optimizer, f"{c.__qualname__} overrides {base.__name__}.{name}")
+    return base
+
+
+def _check_flags(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
+    if values.get("differentiable"):
+        raise _refuse(
+            optimizer, "it has differentiable=True", "Construct it with differentiable=False."
+        )
+    if values.get("capturable"):
+        raise _refuse(
+            optimizer,
+            "it has capturable=True, whose arithmetic exists on accelerators only, while units may "
+            "be updated in host memory",
+            "Construct it with capturable=False.",
+        )
+
+
+def check_supported(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that cannot update one unit at a time with exact results.
+
+    Supported are the classes in `SUPPORTED` and subclasses of them that override nothing that
+    takes part in the update; learning rates may be tensors.
+
+    Raises:
+        UnsupportedOptimizerError: another class, an overridden step, differentiable=True,
+            capturable=True, a parameter that holds a sparse gradient.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise _refuse(optimizer, "it is no torch.optim.Optimizer")
+    _supported_base(optimizer)
+    for group in optimizer.param_groups:
+        _check_flags(optimizer, group)
+        if any(p.grad is not None and p.grad.layout is not torch.strided for p in group["params"]):
+            raise _sparse(optimizer)
+
+
+def _sparse(optimizer: Optimizer) -> UnsupportedOptimizerError:
+    return _refuse(
+        optimizer,
+        "a parameter has a sparse gradient",
+        "Construct nn.Embedding and nn.EmbeddingBag with sparse=False.",
+    )
+
+
+def snapshot_hyperparameters(optimizer: Optimizer) -> Hyperparameters:
+    """Copy the hyperparameters of all groups, to be given to later `UnitOptimizer.step` calls.
+
+    A scheduler that runs after the copy, also one that writes into a tensor learning rate, does
+    not change it.
+    """
+    return tuple(
+        {k: _cloned(v) for k, v in group.items() if k not in _NOT_HYPERPARAMETERS}
+        for group in optimizer.param_groups
+    )
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return tuple(map(_cloned, value)) if isinstance(value, tuple) else value
+
+
+def _reachable(value: Any, device: torch.device) -> Any:
+    """Return a hyperparameter as kernels on `device` can read it: a CPU scalar always can."""
+    if isinstance(value, Tensor):
+        return value if value.device.type == "cpu" else value.to(device)
+    return tuple(_reachable(v, device) for v in value) if isinstance(value, tuple) else value
+
+
+class _Shadow:
+    """An instance of the user's optimizer class that owns neither parameters nor hooks.
+
+    The plain function under the class's `step` is called: no hooks, no profiler, no scheduler
+    wrapper of the user's instance.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._step: Callable[[Optimizer], object] = inspect.unwrap(type(optimizer).step)
+        self._instance = type(optimizer).__new__(type(optimizer))
+
+    def run(
+        self, groups: list[dict[str, Any]], entries: Iterable[tuple[Tensor, dict[str, Tensor]]]
+    ) -> None:
+        """Step once on `groups`; `entries` maps their tensors to their states, filled in place."""
+        attributes = vars(self._instance)
+        attributes.update(vars(self.optimizer))
+        self._instance.state = defaultdict(dict, entries)
+        self._instance.param_groups = groups
+        try:
+            with torch.no_grad():
+                self._step(self._instance)
+        finally:
+            attributes.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What the optimizer keeps for a parameter under one group's hyperparameters.
+
+    `tensors` are names of state of parameter shape; `scalars` maps names to where they live.
+    """
+
+    tensors: tuple[str, ...]
+    scalars: Mapping[str, tuple[torch.device, torch.dtype]]
+
+
+def _layout(shadow: _Shadow, values: Mapping[str, Any], device: torch.device) -> _Layout:
+    """Find the layout by one step on two elements. Raises UnsupportedOptimizerError."""
+    _check_flags(shadow.optimizer, values)
+    parameter = torch.ones(2, device=device)
+    parameter.grad = torch.ones_like(parameter)
+    entry: dict[str, Tensor] = {}
+    shadow.run([{**values, "params": [parameter]}], [(parameter, entry)])
+    entry = {name: value for name, value in entry.items() if value is not None}
+    odd = [n for n, v in entry.items() if v.shape not in (parameter.shape, torch.Size())]
+    if odd:
+        raise _refuse(shadow.optimizer, f"its state {', '.join(odd)} is no elementwise state")
+    return _Layout(
+        tensors=tuple(n for n, v in entry.items() if v.shape == parameter.shape),
+        scalars={n: (v.device, v.dtype) for n, v in entry.items() if not v.dim()},
+    )
+
+
+def _structure(values: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
+    """Return what the names of the state can depend on: which hyperparameters are on."""
+    return tuple((k, isinstance(v, Tensor) or bool(v)) for k, v in values.items() if k != "lr")
+
+
+def _group_values(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {k: _reachable(v, device) for k, v in group.items() if k not in _NOT_HYPERPARAMETERS}
+
+
+def _places(optimizer: Optimizer, params: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return (group, position in the group) of every parameter. Raises ValueError."""
+    found = {
+        p: (g, k)
+        for g, group in enumerate(optimizer.param_groups)
+        for k, p in enumerate(group["params"])
+    }
+    for i, p in enumerate(params):
+        if p not in found:
+            raise ValueError(
+                f"parameter {i} of the unit, shape {tuple(p.shape)}, is in no parameter group of "
+                f"the {type(optimizer).__name__}"
+            )
+    return [found[p] for p in params]
+
+
+@dataclass(frozen=True, slots=True)
+class InitialState:
+    """State that the user's optimizer holds already, in the order of the given parameters.
+
+    `tensors` are the optimizer's own tensors by name (no copies; empty for a parameter without
+    state), shaped like the parameter; `scalars` is for `UnitOptimizer.load_scalar_state`.
+    """
+
+    tensors: tuple[dict[str, Tensor], ...]
+    scalars: ScalarState
+
+
+def pull_initial_state(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> InitialState:
+    """Read what `optimizer` keeps for `params`: loaded from a checkpoint, left by plain steps, or
+    made at construction (Adagrad).
+
+    Only state that the present hyperparameters use is returned. Nothing is changed: call
+    `release_state` once the tensors are copied.
+
+    Raises:
+        UnsupportedOptimizerError: as `check_supported`.
+        StepError: a state is incomplete or has another shape than its parameter.
+        ValueError: a parameter is in no group of `optimizer`.
+    """
+    _supported_base(optimizer)
+    shadow = _Shadow(optimizer)
+    places = _places(optimizer, params)
+    layouts = {
+        g: _layout(shadow, _group_values(optimizer.param_groups[g], _CPU), _CPU)
+        for g in dict.fromkeys(g for g, _ in places)
+    }
+    tensors: list[dict[str, Tensor]] = []
+    scalars: ScalarState = []
+    for i, (p, (g, _)) in enumerate(zip(params, places, strict=True)):
+        entry = {k: v for k, v in optimizer.state.get(p, {}).items() if v is not None}
+        layout = layouts[g]
+        wanted = (*layout.tensors, *layout.scalars)
+        if not entry or not wanted:
+            tensors.append({})
+            scalars.append(None)
+            continue
+        missing = [name for name in wanted if name not in entry]
+        if missing:
+            raise StepError(
+                f"the state that {type(optimizer).__name__} has for parameter {i} of the unit lacks "
+                f"{', '.join(missing)}, which group {g} needs: construct the optimizer with the "
+                "options that the state was made with"
+            )
+        for name in layout.tensors:
+            if entry[name].shape != p.shape:
+                raise StepError(
+                    f"state {name} of parameter {i} of the unit has shape "
+                    f"{tuple(entry[name].shape)}, the parameter {tuple(p.shape)}"
+                )
+        tensors.append({name: entry[name] for name in layout.tensors})
+        scalars.append({name: float(entry[name]) for name in layout.scalars})
+    return InitialState(tensors=tuple(tensors), scalars=scalars)
+
+
+def release_state(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
+    """Drop what `optimizer` keeps for `params`, to free its memory."""
+    for p in params:
+        optimizer.state.pop(p, None)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A whole parameter, or a run of its elements.
+
+    `views` is where the state belongs; `entry` is what the shadow sees and fills: empty before
+    the first update, else the views and the scalars.
+    """
+
+    index: int
+    group: int
+    fresh: bool
+    master: Tensor
+    grad: Tensor
+    compute: Tensor | None
+    views: dict[str, Tensor]
+    entry: dict[str, Tensor]
+
+
+class UnitOptimizer:
+    """Updates the parameters of one unit as the user's optimizer would.
+
+    Args:
+        optimizer: the user's optimizer. Its groups are read at every step; its state, its hooks
+            and its `step` are left alone.
+        params: the user's own parameters, in the order of the views that `step` gets.
+        prefer_fused: run the fused kernel where the user left `fused` and `foreach` to torch, the
+            class has one and the masters are floating point. It is several times faster on CPUs
+            and rounds differently: not bitwise what plain PyTorch gives.
+        chunk_elements: update at most so many elements at a time, rounded up to a multiple of
+            1024; larger parameters are cut, smaller ones taken together. The result does not
+            depend on it, and temporary memory is a few times this many elements (parameters that
+            are not contiguous are taken whole). None: on CPUs a chunk that stays in cache,
+            elsewhere the whole unit.
+
+    Raises:
+        UnsupportedOptimizerError: as `check_supported`.
+        ValueError: a parameter is in no group of `optimizer`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        params: Sequence[nn.Parameter],
+        *,
+        prefer_fused: bool = False,
+        chunk_elements: int | None = None,
+    ) -> None:
+        if chunk_elements is not None and chunk_elements < 1:
+            raise ValueError(f"chunk_elements must be positive, not {chunk_elements}")
+        _supported_base(optimizer)
+        self._optimizer = optimizer
+        self._shadow = _Shadow(optimizer)
+        self._params = tuple(params)
+        self._prefer_fused = prefer_fused
+        self._chunk_elements = chunk_elements
+        self._scalars: list[dict[str, Tensor] | None] = [None] * len(self._params)
+        self._places = _places(optimizer, self._params)
+        self._checked: dict[int, object] = {}
+        self._layouts: dict[int, _Layout] = {}
+        for g in dict.fromkeys(g for g, _ in self._places):
+            values = self._values(optimizer.param_groups[g], _CPU)
+            self._layouts[g] = _layout(self._shadow, values, _CPU)
+        self._planned = tuple(self._layouts[g] for g, _ in self._places)
+
+    def state_names(self, index: int | None = None) -> tuple[str, ...]:
+        """Names of the state of parameter shape: of parameter `index`, or of all in the unit.
+
+        Its dtype is the master's. The number of names is the state elements per element.
+        """
+        planned = self._planned if index is None else (self._planned[index],)
+        return tuple(dict.fromkeys(name for layout in planned for name in layout.tensors))
+
+    def scalar_names(self, index: int | None = None) -> tuple[str, ...]:
+        """Names of the scalar state, which is kept here: of one parameter, or of all."""
+        planned = self._planned if index is None else (self._planned[index],)
+        return tuple(dict.fromkeys(name for layout in planned for name in layout.scalars))
+
+    def scalar_state(self) -> ScalarState:
+        """Return the scalar state of all parameters, for a checkpoint."""
+        return [
+            None if values is None else {name: float(v) for name, v in values.items()}
+            for values in self._scalars
+        ]
+
+    def load_scalar_state(self, values: Sequence[Mapping[str, float] | None]) -> None:
+        """Take over scalar state; a parameter with None starts anew, whatever its views hold.
+
+        Raises:
+            ValueError: the values are of other parameters or of another kind of optimizer.
+        """
+        if len(values) != len(self._params):
+            raise ValueError(
+                f"scalar state of {len(values)} parameters, the unit has {len(self._params)}"
+            )
+        loaded: list[dict[str, Tensor] | None] = []
+        for i, (given, layout) in enumerate(zip(values, self._planned, strict=True)):
+            if given is None:
+                loaded.append(None)
+                continue
+            if set(given) != set(layout.scalars):
+                raise ValueError(
+                    f"scalar state of parameter {i} is {sorted(given)}, "
+                    f"{type(self._optimizer).__name__} keeps {sorted(layout.scalars)}"
+                )
+            loaded.append(
+                {n: torch.tensor(v, dtype=layout.scalars[n][1]) for n, v in given.items()}
+            )
+        self._scalars = loaded
+
+    @torch.no_grad()
+    def step(
+        self,
+        masters: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        state: Sequence[Mapping[str, Tensor]],
+        *,
+        hyperparameters: Hyperparameters | None = None,
+    ) -> None:
+        """Update `masters` and `state` in place from `grads`.
+
+        Args:
+            masters: one view a parameter, any floating dtype and shape, all on one device.
+            grads: shape, dtype and device of the master. None: the parameter is left alone, as
+                torch.optim does. As in torch.optim, the values may be overwritten.
+            state: the tensors named by `state_names(i)`, with shape, dtype, device and memory
+                order of the master; more may be there. What they hold before the first update of
+                a parameter does not matter.
+            hyperparameters: from `snapshot_hyperparameters`; None: the user's groups as they are.
+
+        Nothing has changed after an error of these; should the arithmetic itself fail (out of
+        memory), views may be half updated while scalar state is that of the step before.
+
+        Raises:
+            ValueError: views do not fit each other.
+            StepError: a changed hyperparameter needs state that has no storage, or a parameter
+                has left the optimizer.
+            UnsupportedOptimizerError: a gradient is sparse, or a group became one that
+                `check_supported` refuses.
+        """
+        self._update(masters, grads, state, None, None, hyperparameters)
+
+    @torch.no_grad()
+    def step_mixed(
+        self,
+        masters: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        state: Sequence[Mapping[str, Tensor]],
+        compute: Sequence[Tensor | None],
+        *,
+        scratch: Tensor | None = None,
+        hyperparameters: Hyperparameters | None = None,
+    ) -> None:
+        """`step` for masters with compute copies: cast, update and write, chunk by chunk.
+
+        Args:
+            masters, state, hyperparameters: as for `step`.
+            grads: as for `step`, but of any floating dtype (bfloat16 for float32 masters); those
+                of another dtype than their master are not overwritten.
+            compute: shape of the master, any floating dtype; gets the rounded master, also where
+                there is no gradient. None: no copy.
+            scratch: flat, dtype and device of the masters, at least 1024 elements or as many as
+                the unit has; takes the cast gradients and bounds the chunk. None: allocated.
+
+        Raises:
+            ValueError, StepError, UnsupportedOptimizerError: as `step`.
+        """
+        self._update(masters, grads, state, compute, scratch, hyperparameters)
+        for master, grad, copy in zip(masters, grads, compute, strict=True):
+            if copy is not None and grad is None:
+                copy.copy_(master)
+
+    def _values(self, group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """Hyperparameters of a group as the shadow gets them."""
+        values = _group_values(group, device)
+        if self._prefer_fused and values.get("fused", False) is values.get("foreach") is None:
+            values["fused"] = True
+        return values
+
+    def _find_groups(self) -> None:
+        """Notice what load_state_dict, add_param_group and user code did to the groups."""
+        groups = self._optimizer.param_groups
+        try:
+            if all(
+                groups[g]["params"][k] is p
+                for p, (g, k) in zip(self._params, self._places, strict=True)
+            ):
+                return
+        except IndexError:
+            pass
+        try:
+            self._places = _places(self._optimizer, self._params)
+        except ValueError as error:
+            raise StepError(f"the optimizer's groups have changed: {error}") from None
+        self._checked = {}
+
+    def _settings(
+        self, hyperparameters: Hyperparameters | None, device: torch.device
+    ) -> dict[int, dict[str, Any]]:
+        """Values of the unit's groups by index. All state that they need has storage."""
+        groups: Sequence[Mapping[str, Any]] = hyperparameters or self._optimizer.param_groups
+        settings: dict[int, dict[str, Any]] = {}
+        for g in dict.fromkeys(g for g, _ in self._places):
+            values = settings[g] = self._values(groups[g], device)
+            key = (device, _structure(values))
+            if self._checked.get(g) == key:
+                continue
+            layout = _layout(self._shadow, values, device)
+            for planned, (of, _) in zip(self._planned, self._places, strict=True):
+                new = set(layout.tensors) - set(planned.tensors) if of == g else ()
+                if new:
+                    raise StepError(
+                        f"group {g} of the {type(self._optimizer).__name__} now needs the state "
+                        f"{', '.join(sorted(new))}, for which there is no storage: set the option "
+                        "before lohan_fx.compile"
+                    )
+            self._layouts[g] = layout
+            self._checked[g] = key
+        return settings
+
+    def _limit(self, master: Tensor, unit_elements: int, scratch: Tensor | None) -> int:
+        """Most elements to update at a time."""
+        if self._chunk_elements is not None:
+            limit = -(-self._chunk_elements // _ALIGNMENT) * _ALIGNMENT
+        elif master.device.type == "cpu":
+            # Kernels give a thread no fewer than 2**15 elements.
+            limit = max(2**18, 2**15 * torch.get_num_threads())
+        else:
+            limit = sys.maxsize
+        if scratch is None:
+            return limit
+        if scratch.dtype != master.dtype or scratch.device != master.device or scratch.dim() != 1:
+            raise _misfit("scratch", scratch, master)
+        have = scratch.numel()
+        if have >= unit_elements:
+            return limit
+        if have < _ALIGNMENT:
+            raise ValueError(f"scratch has {have} elements, needs {min(unit_elements, _ALIGNMENT)}")
+        return min(limit, have // _ALIGNMENT * _ALIGNMENT)
+
+    def _update(
+        self,
+        masters: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        state: Sequence[Mapping[str, Tensor]],
+        compute: Sequence[Tensor | None] | None,
+        scratch: Tensor | None,
+        hyperparameters: Hyperparameters | None,
+    ) -> None:
+        copies = (None,) * len(self._params) if compute is None else compute
+        if not len(self._params) == len(masters) == len(grads) == len(state) == len(copies):
+            raise ValueError(
+                f"{len(masters)} masters, {len(grads)} gradients, {len(state)} states, "
+                f"{len(copies)} compute copies for {len(self._params)} parameters"
+            )
+        if not masters:
+            return
+        self._find_groups()
+        settings = self._settings(hyperparameters, masters[0].device)
+        limit = self._limit(masters[0], sum(m.numel() for m in masters), scratch)
+        pieces: list[_Piece] = []
+        for i, (master, grad, copy) in enumerate(zip(masters, grads, copies, strict=True)):
+            if master.device != masters[0].device:
+                raise _misfit(f"master {i}", master, masters[0])
+            if copy is not None and copy.shape != master.shape:
+                raise _misfit(f"compute copy {i}", copy, master)
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                raise _sparse(self._optimizer)
+            if (
+                grad.shape != master.shape
+                or grad.device != master.device
+                or (compute is None and grad.dtype != master.dtype)
+            ):
+                raise _misfit(f"gradient {i}", grad, master)
+            pieces += self._pieces(i, master.detach(), grad, copy, state[i], limit)
+        for batch in _batches(pieces, limit):
+            self._run(batch, settings, scratch)
+        for piece in reversed(pieces):  # all pieces of a parameter end with the same scalars
+            if piece.entry:
+                names = self._planned[piece.index].tensors
+                self._scalars[piece.index] = {
+                    n: v for n, v in piece.entry.items() if n not in names
+                }
+
+    def _pieces(
+        self,
+        index: int,
+        master: Tensor,
+        grad: Tensor,
+        compute: Tensor | None,
+        state: Mapping[str, Tensor],
+        limit: int,
+    ) -> Iterator[_Piece]:
+        """Cut one parameter into pieces of at most `limit` elements, where it is contiguous."""
+        views: dict[str, Tensor] = {}
+        for name in self._planned[index].tensors:
+            view = state.get(name)
+            if view is None:
+                raise ValueError(f"state {name} of parameter {index} is missing")
+            if (
+                view.shape != master.shape
+                or view.dtype != master.dtype
+                or view.device != master.device
+                or not _same_order(view, master)
+            ):
+                raise _misfit(f"state {name} of parameter {index}", view, master)
+            views[name] = view
+        group, _ = self._places[index]
+        layout = self._layouts[group]
+        scalars = self._scalars[index]
+        fresh = scalars is None and bool(layout.tensors or layout.scalars)
+        numel = master.numel()
+        whole = numel <= limit or not (
+            master.is_contiguous()
+            and grad.is_contiguous()
+            and (compute is None or compute.is_contiguous())
+        )
+        for start in range(0, 1 if whole else numel, limit):
+            if whole:
+                part, part_grad, part_compute, part_views = master, grad, compute, views
+            else:
+                at = slice(start, start + limit)
+                part, part_grad = master.view(-1)[at], grad.view(-1)[at]
+                part_compute = None if compute is None else compute.view(-1)[at]
+                part_views = {name: view.view(-1)[at] for name, view in views.items()}
+            entry: dict[str, Tensor] = {}
+            if scalars is not None:
+                for name, value in scalars.items():
+                    to_device, to_dtype = layout.scalars.get(name, (value.device, value.dtype))
+                    entry[name] = value.to(to_device, to_dtype, copy=True)
+                entry.update(part_views)
+            yield _Piece(index, group, fresh, part, part_grad, part_compute, part_views, entry)
+
+    def _run(
+        self,
+        batch: Sequence[_Piece],
+        settings: Mapping[int, Mapping[str, Any]],
+        scratch: Tensor | None,
+    ) -> None:
+        """Update one batch: cast gradients, step, bring home new state, write compute copies."""
+        groups: dict[int, dict[str, Any]] = {}
+        used = 0
+        for piece in batch:
+            master, grad = piece.master, piece.grad
+            if grad.dtype != master.dtype or not _same_order(grad, master):
+                end = used + master.numel()
+                if scratch is not None and end <= scratch.numel() and master.is_contiguous():
+                    grad = scratch[used:end].view(master.shape)
+                    used = end
+                else:
+                    grad = torch.empty_like(master)
+                grad.copy_(piece.grad)
+            master.grad = grad
+            if piece.group not in groups:
+                groups[piece.group] = {**settings[piece.group], "params": []}
+            groups[piece.group]["params"].append(master)
+        self._shadow.run(list(groups.values()), [(piece.master, piece.entry) for piece in batch])
+        for piece in batch:
+            for name, view in piece.views.items():
+                made = piece.entry.get(name)
+                if made is view or not piece.entry:
+                    continue
+                if made is None:
+                    view.zero_()
+                else:
+                    view.copy_(made)
+                    piece.entry[name] = view
+            piece.master.grad = None
+            if piece.compute is not None:
+                piece.compute.copy_(piece.master)
+
+
+def _batches(pieces: Iterable[_Piece], limit: int) -> Iterator[list[_Piece]]:
+    """Take pieces together up to `limit` elements.
+
+    Parameters without state come apart from others: the fused SGD of torch cannot mix them.
+    """
+    batch: list[_Piece] = []
+    size = 0
+    for piece in pieces:
+        numel = piece.master.numel()
+        if batch and (size + numel > limit or piece.fresh != batch[0].fresh):
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += numel
+    if batch:
+        yield batch
+
+
+def _same_order(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape lie in memory alike; fused kernels read them linearly."""
+    return a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous())
+
+
+def _misfit(what: str, found: Tensor, master: Tensor) -> ValueError:
+    def text(t: Tensor) -> str:
+        return f"{tuple(t.shape)} {t.dtype} on {t.device}, strides {t.stride()}"
+
+    return ValueError(f"{what} is {text(found)}; it does not fit the master: {text(master)}")

@@ -1,0 +1,700 @@
+"""The SSD tier: files striped over several directories, read and written with O_DIRECT.
+
+A `RunDirectory` is the private place of one run in each of the user's SSD directories. A
+`StripedFile` is a range of bytes dealt out over them in stripes. An `IoPool` is the threads
+that move the bytes; system calls release the GIL.
+
+All offsets are multiples of `ALIGNMENT` (4096 bytes), and so are all buffer addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import functools
+import itertools
+import mmap
+import os
+import re
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from lohan_fx.errors import StorageError, format_bytes
+from lohan_fx.runtime._memory import (
+    ALIGNMENT,
+    map_file_at,
+    reserve_addresses,
+    round_up,
+    tensor_over,
+    unmap,
+)
+
+DEFAULT_STRIPE_BYTES = 1 << 20
+MAX_IO_BYTES = 16 << 20
+"""Bytes of one read or write system call at most."""
+
+_MAX_SPANS = 1024  # IOV_MAX on Linux
+_MAX_STALLS = 8  # consecutive system calls that end short of one sector
+_LOCK_NAME = "lohan_fx.lock"
+_RUN_NAME = re.compile(r"lohan_fx-\d+-[a-z0-9_]{8}")
+
+
+class Syscalls:
+    """The raw system calls on data files. Tests pass a subclass that injects faults."""
+
+    def open(self, path: Path, flags: int) -> int:
+        return os.open(path, flags, 0o600)
+
+    def fallocate(self, fd: int, num_bytes: int) -> None:
+        os.posix_fallocate(fd, 0, num_bytes)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+
+# ---------------------------------------------------------------------------------------
+# Directories
+
+
+class RunDirectory:
+    """The private directory of one run in each of the user's SSD directories.
+
+    Each is called `lohan_fx-<pid>-<random>` and holds a lock file that is locked for the life
+    of the run. Directories of dead runs (kill -9, power loss) are removed when a new run
+    starts in the same place; those of live runs are never touched. A close, garbage
+    collection and interpreter exit remove the directory; a forked child never does.
+
+    Where the file system refuses O_DIRECT, one warning says so, and its files go through the
+    page cache.
+
+    Attributes:
+        directories: one private directory for each given path, in their order.
+        direct: for each directory, whether its file system takes O_DIRECT.
+
+    Raises:
+        StorageError: no path is given, one is given twice, is missing, is no directory, or
+            cannot be written.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], *, syscalls: Syscalls | None = None) -> None:
+        owned: list[tuple[Path, int]] = []
+        self._finalizer = weakref.finalize(self, _remove_run, os.getpid(), owned)
+        direct: list[bool] = []
+        for root in _checked_roots(paths):
+            try:
+                _remove_dead_runs(root)
+                owned.append(_create_locked(root))
+                direct.append(_takes_direct(owned[-1][0], syscalls or Syscalls()))
+            except OSError as error:
+                self.close()
+                raise StorageError(
+                    f"cannot use the SSD directory {root}: {error.strerror}; "
+                    "give a directory on a local file system that this user may write to"
+                ) from error
+            if not direct[-1]:
+                warnings.warn(
+                    f"the file system of {root} refuses O_DIRECT (tmpfs?): reads and writes go "
+                    "through the page cache and take host memory beyond the plan",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        self.directories = tuple(path for path, _ in owned)
+        self.direct = tuple(direct)
+
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Remove the directories and all that is in them. A second call does nothing.
+
+        Files that are still open keep their space until they are closed too.
+        """
+        self._finalizer()
+
+
+def _checked_roots(paths: Sequence[str | Path]) -> list[Path]:
+    if not paths:
+        raise StorageError("no SSD directory is given: name at least one")
+    roots: dict[tuple[int, int], Path] = {}
+    for path in map(Path, paths):
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise StorageError(
+                f"cannot use the SSD directory {path}: {error.strerror}; create it, or correct "
+                "the path"
+            ) from error
+        if not path.is_dir():
+            raise StorageError(f"{path} is not a directory: give a directory on the SSD")
+        identity = (status.st_dev, status.st_ino)
+        if identity in roots:
+            raise StorageError(
+                f"the SSD directory {path} is given twice (also as {roots[identity]}): "
+                "give each SSD once"
+            )
+        roots[identity] = path.resolve()
+    return list(roots.values())
+
+
+def _create_locked(root: Path) -> tuple[Path, int]:
+    """Return a new directory in `root` and the descriptor of its lock, which is held.
+
+    Another run that starts now may find the directory before its lock is held, and may take
+    it for a dead run's. It then removes the lock file with the directory, which shows here as
+    a missing directory, a lock held by someone else, or a lock file without a name: try again.
+    """
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=f"lohan_fx-{os.getpid()}-", dir=root))
+        try:
+            lock = os.open(path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock).st_nlink:
+                return path, lock
+        except BlockingIOError:
+            pass
+        except OSError:
+            _remove_directory(path)
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _remove_dead_runs(root: Path) -> None:
+    with os.scandir(root) as entries:
+        paths = [
+            Path(entry.path)
+            for entry in entries
+            if _RUN_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        ]
+    for path in paths:
+        with contextlib.suppress(OSError):  # alive, another user's, or going away by itself
+            _remove_if_dead(path)
+
+
+def _remove_if_dead(path: Path) -> None:
+    """Remove the directory of a dead run; OSError if it is alive or not ours to remove."""
+    try:
+        lock = os.open(path / _LOCK_NAME, os.O_RDWR)
+    except FileNotFoundError:
+        path.rmdir()  # without a lock only an empty one goes: its maker died, or will try again
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_directory(path)
+    finally:
+        os.close(lock)
+
+
+def _remove_directory(path: Path) -> None:
+    """Remove a run's directory, its lock file last: a removal cut short can be resumed."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(path):
+            if name != _LOCK_NAME:
+                (path / name).unlink(missing_ok=True)
+        (path / _LOCK_NAME).unlink(missing_ok=True)
+        path.rmdir()
+
+
+def _remove_run(owner_pid: int, owned: list[tuple[Path, int]]) -> None:
+    if os.getpid() != owner_pid:
+        return
+    with contextlib.ExitStack() as stack:  # one failure does not keep the others
+        for path, lock in owned:
+            stack.callback(os.close, lock)
+            stack.callback(_remove_directory, path)
+
+
+def _takes_direct(directory: Path, syscalls: Syscalls) -> bool:
+    """Write and read one sector with O_DIRECT: some file systems refuse only then."""
+    probe = directory / "probe"
+    os.close(syscalls.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+    try:
+        fd = syscalls.open(probe, os.O_RDWR | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, ALIGNMENT) as page, memoryview(page) as view:
+                syscalls.pwritev(fd, [view], 0)
+                return syscalls.preadv(fd, [view], 0) == ALIGNMENT
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise
+    finally:
+        probe.unlink()
+
+
+# ---------------------------------------------------------------------------------------
+# Threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IoCounters:
+    """What an `IoPool` has moved so far.
+
+    Bytes are those that the system calls moved, padding to `ALIGNMENT` included;
+    `busy_s` is the time, in seconds, during which at least one transfer was running, so that
+    bytes / `busy_s` is the bandwidth that was reached.
+    """
+
+    bytes_read: int
+    bytes_written: int
+    busy_s: float
+
+
+class IoPool:
+    """Threads for SSD transfers. `num_threads` bounds the system calls in flight."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="lohan_fx-io")
+        self._lock = threading.Lock()
+        self._bytes_read = 0
+        self._bytes_written = 0
+        self._busy_s = 0.0
+        self._num_running = 0
+        self._busy_since = 0.0
+
+    def submit(self, tasks: Sequence[Callable[[], None]]) -> Future[None]:
+        """Run `tasks` in any order; the future ends after the last one, failed or not.
+
+        So a buffer may be used again when the future has ended, whatever the outcome. The
+        future raises the first exception; it cannot be cancelled. Do not wait for it on a
+        thread of this pool. After `close` it raises StorageError.
+        """
+        batch = _Batch(len(tasks))
+        for index, task in enumerate(tasks):
+            try:
+                future = self._executor.submit(self._timed, task)
+            except RuntimeError:
+                batch.end(len(tasks) - index, StorageError("the I/O threads are closed"))
+                break
+            future.add_done_callback(lambda ended: batch.end(1, ended.exception()))
+        return batch.future
+
+    def count(self, *, bytes_read: int = 0, bytes_written: int = 0) -> None:
+        """Add to the counters."""
+        with self._lock:
+            self._bytes_read += bytes_read
+            self._bytes_written += bytes_written
+
+    @property
+    def counters(self) -> IoCounters:
+        with self._lock:
+            running_s = time.perf_counter() - self._busy_since if self._num_running else 0.0
+            return IoCounters(
+                bytes_read=self._bytes_read,
+                bytes_written=self._bytes_written,
+                busy_s=self._busy_s + running_s,
+            )
+
+    def close(self) -> None:
+        """Finish what was submitted and join the threads. A second call does nothing."""
+        self._executor.shutdown(wait=True)
+
+    def _timed(self, task: Callable[[], None]) -> None:
+        with self._lock:
+            if self._num_running == 0:
+                self._busy_since = time.perf_counter()
+            self._num_running += 1
+        try:
+            task()
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                if self._num_running == 0:
+                    self._busy_s += time.perf_counter() - self._busy_since
+
+
+class _Batch:
+    """A future over several tasks."""
+
+    def __init__(self, num_tasks: int) -> None:
+        self.future: Future[None] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._lock = threading.Lock()
+        self._num_left = num_tasks
+        self._error: BaseException | None = None
+        if num_tasks == 0:
+            self.future.set_result(None)
+
+    def end(self, num_tasks: int, error: BaseException | None) -> None:
+        with self._lock:
+            self._num_left -= num_tasks
+            if self._error is None:
+                self._error = error
+            if self._num_left:
+                return
+        if self._error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(self._error)
+
+
+# ---------------------------------------------------------------------------------------
+# Files
+
+
+class _Stripe(NamedTuple):
+    """A run of bytes that lies in one file."""
+
+    file: int
+    file_offset: int
+    offset: int  # in the logical range
+    num_bytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Piece:
+    """One system call: adjacent stripes of one file, and where they lie in the buffer."""
+
+    file: int
+    file_offset: int
+    num_bytes: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)  # (buffer offset, bytes)
+
+
+class StripedFile:
+    """A range of bytes of fixed size, dealt out over a run's directories in stripes.
+
+    Stripe k lies in directory k mod n. All space is reserved at once, so that a full disk is
+    found here and not in the middle of a step.
+
+    Buffers of transfers are contiguous 1-D uint8 tensors on the CPU whose address is a
+    multiple of `ALIGNMENT` (4096 bytes), as regions of an `Arena` are. The offset in the file
+    is a multiple of `ALIGNMENT` too. The length is free: a transfer is padded to whole sectors
+    of `ALIGNMENT` bytes, in the file and in memory, so the buffer's *storage* must reach to
+    the end of its last sector. A read overwrites that padding; a write stores it. Hence ranges
+    that are written separately start at multiples of `ALIGNMENT`. ValueError says what breaks
+    these rules.
+
+    Short reads and writes are resumed where they ended. What cannot be completed raises
+    StorageError with the path, the offset, and the bytes wanted and got.
+
+    Args:
+        run: where the files lie; closing it removes them.
+        name: unique in the run; no slash.
+        num_bytes: size of the logical range in bytes, any number from 0.
+        pool: the threads that transfer.
+        stripe_bytes: a multiple of `ALIGNMENT`. Each stripe of a mapped file with several
+            directories is a mapping of its own, and Linux allows 65,530 of them in a process
+            (vm.max_map_count): give large files that are mapped larger stripes.
+        syscalls: the raw system calls.
+
+    Raises:
+        StorageError: a file cannot be made or there is too little space (the message has the
+            path, the need and the free space), or the run is closed.
+        ValueError: an argument breaks the rules above.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        name: str,
+        num_bytes: int,
+        pool: IoPool,
+        *,
+        stripe_bytes: int = DEFAULT_STRIPE_BYTES,
+        syscalls: Syscalls | None = None,
+    ) -> None:
+        if num_bytes < 0:
+            raise ValueError(f"num_bytes must not be negative: {num_bytes}")
+        if stripe_bytes <= 0 or stripe_bytes % ALIGNMENT:
+            raise ValueError(f"stripe_bytes must be a multiple of {ALIGNMENT}: {stripe_bytes}")
+        if not name or "/" in name:
+            raise ValueError(f"a file name must not be empty or contain a slash: {name!r}")
+        if run.closed:
+            raise StorageError(f"cannot create {name!r}: the run's SSD directories are closed")
+        self.name = name
+        self.num_bytes = num_bytes
+        self._pool = pool
+        self._syscalls = syscalls or Syscalls()
+        self._run = run  # its directories live as long as their files
+        self._padded_bytes = round_up(num_bytes)
+        self._num_files = len(run.directories)
+        self._stripe_bytes = stripe_bytes if self._num_files > 1 else max(self._padded_bytes, 1)
+        self._lock = threading.Lock()
+        self._in_flight: set[Future[None]] = set()
+        self._paths: list[Path] = []
+        self._fds: list[int] = []
+        self._finalizer = weakref.finalize(self, _remove_files, os.getpid(), self._paths, self._fds)
+        for directory, direct, size in zip(
+            run.directories, run.direct, self._file_sizes(), strict=True
+        ):
+            self._create(directory / f"{name}.stripes", size, direct)
+
+    # -- transfers -------------------------------------------------------------------
+
+    def pread(self, buffer: torch.Tensor, offset: int) -> None:
+        """Read `buffer.numel()` bytes at `offset` into `buffer`; return when they are there."""
+        self.submit_pread(buffer, offset).result()
+
+    def pwrite(self, buffer: torch.Tensor, offset: int) -> None:
+        """Write all of `buffer` at `offset`; return when the device has it."""
+        self.submit_pwrite(buffer, offset).result()
+
+    def submit_pread(self, buffer: torch.Tensor, offset: int) -> Future[None]:
+        """Start `pread`. Leave `buffer` alone until the future has ended."""
+        return self._submit(self._read, buffer, offset)
+
+    def submit_pwrite(self, buffer: torch.Tensor, offset: int) -> Future[None]:
+        """Start `pwrite`. Do not write to `buffer` until the future has ended."""
+        return self._submit(self._write, buffer, offset)
+
+    def _submit(
+        self, call: Callable[[int, list[memoryview], int], int], buffer: torch.Tensor, offset: int
+    ) -> Future[None]:
+        self._check(buffer, offset)
+        tasks = [
+            functools.partial(self._transfer, call, buffer, piece)
+            for piece in self._pieces(offset, round_up(buffer.numel()))
+        ]
+        with self._lock:
+            self._check_open()
+            future = self._pool.submit(tasks)
+            self._in_flight.add(future)
+        future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, future: Future[None]) -> None:
+        with self._lock:
+            self._in_flight.discard(future)
+
+    def _read(self, fd: int, views: list[memoryview], offset: int) -> int:
+        num_bytes = self._syscalls.preadv(fd, views, offset)
+        self._pool.count(bytes_read=num_bytes)
+        return num_bytes
+
+    def _write(self, fd: int, views: list[memoryview], offset: int) -> int:
+        num_bytes = self._syscalls.pwritev(fd, views, offset)
+        self._pool.count(bytes_written=num_bytes)
+        return num_bytes
+
+    def _transfer(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        buffer: torch.Tensor,
+        piece: _Piece,
+    ) -> None:
+        done = stalls = 0
+        while done < piece.num_bytes:
+            views = _views(buffer.data_ptr(), piece.spans, skip_bytes=done)
+            error: OSError | None = None
+            got = 0
+            try:
+                got = call(self._fds[piece.file], views, piece.file_offset + done)
+            except OSError as caught:
+                error = caught
+            # O_DIRECT goes on at a sector only: bytes of a part of a sector move again.
+            sectors = got - got % ALIGNMENT
+            stalls = 0 if sectors else stalls + 1
+            if error is not None or stalls == _MAX_STALLS:
+                reason = error.strerror if error is not None else "it went no further"
+                raise StorageError(
+                    f"{'read' if call == self._read else 'write'} failed on "
+                    f"{self._paths[piece.file]} at byte {piece.file_offset + done}: {reason} "
+                    f"(want {piece.num_bytes} bytes from {piece.file_offset}, got {done + got})"
+                ) from error
+            done += sectors
+
+    def _check(self, buffer: torch.Tensor, offset: int) -> None:
+        num_bytes = buffer.numel()
+        if (
+            buffer.dtype != torch.uint8
+            or buffer.device.type != "cpu"
+            or buffer.dim() != 1
+            or not buffer.is_contiguous()
+        ):
+            raise ValueError(
+                "a transfer takes a contiguous 1-D uint8 tensor on the CPU, not "
+                f"{buffer.dtype} {tuple(buffer.shape)} on {buffer.device}"
+            )
+        if offset % ALIGNMENT or buffer.data_ptr() % ALIGNMENT:
+            raise ValueError(
+                f"offset {offset} and address {buffer.data_ptr():#x} must be multiples of "
+                f"{ALIGNMENT}"
+            )
+        if offset < 0 or offset + num_bytes > self.num_bytes:
+            raise ValueError(
+                f"bytes {offset}..{offset + num_bytes} are not within {self.name!r} "
+                f"of {self.num_bytes} bytes"
+            )
+        room = buffer.untyped_storage().nbytes() - buffer.storage_offset()
+        if num_bytes and room < round_up(num_bytes):
+            raise ValueError(
+                f"the buffer's storage ends {room} bytes after its start, before the end of its "
+                f"last sector ({round_up(num_bytes)}): take buffers of whole sectors"
+            )
+
+    # -- mapping ---------------------------------------------------------------------
+
+    def map(self) -> torch.Tensor:
+        """Return the whole range as one writable uint8 tensor that is mapped, not read.
+
+        The mapping is shared with other mappings and with transfers, and outlives `close`;
+        it goes when the last view of the tensor is collected. After stores through it, call
+        `flush` before a transfer reads them; what a transfer wrote is seen at once. Neither
+        side may run while the other writes the same bytes.
+
+        Raises:
+            StorageError: the file is closed, or the system refuses a mapping.
+        """
+        self._check_open()
+        if self.num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        try:
+            base = reserve_addresses(self._padded_bytes)
+            try:
+                for stripe in self._stripes(0, self._padded_bytes):
+                    fd = self._fds[stripe.file]
+                    map_file_at(base + stripe.offset, stripe.num_bytes, fd, stripe.file_offset)
+            except OSError:
+                unmap(base, self._padded_bytes)
+                raise
+        except OSError as error:
+            raise StorageError(
+                f"cannot map {self.name!r} ({format_bytes(self.num_bytes)} in stripes of "
+                f"{format_bytes(self._stripe_bytes)}): {error.strerror}; use larger stripes or "
+                "raise vm.max_map_count"
+            ) from error
+        release = functools.partial(unmap, base, self._padded_bytes)
+        return tensor_over(base, self._padded_bytes, release)[: self.num_bytes]
+
+    def flush(self) -> None:
+        """Write what was stored through `map` to the files, as msync does."""
+        self._check_open()
+        for fd, path, direct in zip(self._fds, self._paths, self._run.direct, strict=True):
+            if not direct:
+                continue  # transfers go through the same page cache as the mapping
+            try:
+                self._syscalls.fdatasync(fd)
+            except OSError as error:
+                raise StorageError(f"cannot flush {path}: {error.strerror}") from error
+
+    # -- life ------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise StorageError(f"{self.name!r} is closed")
+
+    def close(self) -> None:
+        """Wait for transfers, then delete the files. A second call does nothing.
+
+        Memory that `map` returned stays valid, and keeps its space on the disk.
+        """
+        with self._lock:
+            in_flight = tuple(self._in_flight)
+            finalizer = self._finalizer.detach()  # from here on `_submit` refuses
+        wait(in_flight)
+        if finalizer is not None:
+            _remove_files(*finalizer[2])
+
+    def _create(self, path: Path, num_bytes: int, direct: bool) -> None:
+        """Make one file and reserve its space through the page cache, then open it to use.
+
+        Where a file system cannot reserve, libc writes single bytes, which O_DIRECT refuses.
+        """
+        calls = self._syscalls
+        try:
+            self._fds.append(calls.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+            self._paths.append(path)
+            if num_bytes:
+                calls.fallocate(self._fds[-1], num_bytes)
+            if direct:
+                os.close(self._fds.pop())
+                self._fds.append(calls.open(path, os.O_RDWR | os.O_DIRECT))
+        except OSError as error:
+            self.close()
+            raise StorageError(
+                f"cannot create {path}: {error.strerror}; need {format_bytes(num_bytes)} there "
+                f"({format_bytes(self.num_bytes)} over {self._num_files} directories), have "
+                f"{_free_space(path.parent)}; free some space, or give another SSD directory"
+            ) from error
+
+    # -- layout ----------------------------------------------------------------------
+
+    def _file_sizes(self) -> list[int]:
+        sizes = [0] * self._num_files
+        for stripe in self._stripes(0, self._padded_bytes):
+            sizes[stripe.file] += stripe.num_bytes
+        return sizes
+
+    def _stripes(self, offset: int, num_bytes: int) -> Iterator[_Stripe]:
+        end = offset + num_bytes
+        while offset < end:
+            index, within = divmod(offset, self._stripe_bytes)
+            length = min(self._stripe_bytes - within, end - offset)
+            yield _Stripe(
+                file=index % self._num_files,
+                file_offset=index // self._num_files * self._stripe_bytes + within,
+                offset=offset,
+                num_bytes=length,
+            )
+            offset += length
+
+    def _pieces(self, offset: int, num_bytes: int) -> list[_Piece]:
+        """Cut a transfer into system calls, the directories taking turns."""
+        queues: list[list[_Piece]] = [[] for _ in range(self._num_files)]
+        for stripe in self._stripes(offset, num_bytes):
+            queue = queues[stripe.file]
+            for start in range(0, stripe.num_bytes, MAX_IO_BYTES):
+                length = min(MAX_IO_BYTES, stripe.num_bytes - start)
+                if (
+                    not queue
+                    or queue[-1].num_bytes + length > MAX_IO_BYTES
+                    or len(queue[-1].spans) == _MAX_SPANS
+                ):
+                    queue.append(_Piece(file=stripe.file, file_offset=stripe.file_offset + start))
+                queue[-1].spans.append((stripe.offset - offset + start, length))
+                queue[-1].num_bytes += length
+        turns = itertools.zip_longest(*queues)
+        return [piece for turn in turns for piece in turn if piece is not None]
+
+
+def _remove_files(owner_pid: int, paths: list[Path], fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+    if os.getpid() == owner_pid:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+def _free_space(directory: Path) -> str:
+    try:
+        usage = os.statvfs(directory)
+    except OSError as error:
+        return f"unknown space ({error.strerror})"
+    return format_bytes(usage.f_bavail * usage.f_frsize)
+
+
+def _views(address: int, spans: list[tuple[int, int]], *, skip_bytes: int) -> list[memoryview]:
+    """Return writable views of `spans` of the memory at `address`, less the first bytes."""
+    views = []
+    for offset, num_bytes in spans:
+        skipped = min(skip_bytes, num_bytes)
+        skip_bytes -= skipped
+        if skipped < num_bytes:
+            array = ctypes.c_uint8 * (num_bytes - skipped)
+            views.append(memoryview(array.from_address(address + offset + skipped)))
+    return views

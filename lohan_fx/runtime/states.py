@@ -1,0 +1,239 @@
+"""Where a model's states live: flat buffers a unit, in the tier that the plan chose.
+
+Every unit has one flat compute copy (what the graph reads), and if it trains, in mixed precision
+a flat fp32 master, and one flat tensor for each optimizer state. The model's parameters stay
+usable tensors: each becomes a view of its unit's flat buffer, in device memory, in the host slab,
+or in a mapping of the SSD file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lohan_fx._compat import version_of
+from lohan_fx.annotate import Slice, StateLayout, UnitLayout
+from lohan_fx.footprint import align
+from lohan_fx.plan import Tier
+from lohan_fx.runtime.arena import Arena, Region
+from lohan_fx.runtime.optimizer import UnitOptimizer, pull_initial_state, release_state
+from lohan_fx.runtime.ssd import StripedFile
+from lohan_fx.workload import Unit
+
+
+def views_of(flat: Tensor, slices: Sequence[Slice]) -> list[Tensor]:
+    """One view a parameter, with the parameter's shape and strides."""
+    base = flat.storage_offset()
+    return [flat.as_strided(s.shape, s.stride, base + s.offset) for s in slices]
+
+
+@dataclass(slots=True)
+class Flats:
+    """The buffers of one unit somewhere: at rest, or in a staging buffer during its update."""
+
+    compute: Tensor
+    master: Tensor
+    moments: dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class UnitStates:
+    """One unit at rest.
+
+    `flats` are None for frozen parts; `offset` is the unit's place in the SSD file.
+    `visible` are the flats whose views the user's parameters are (None: the parameters keep
+    memory of their own, as frozen parameters do whose dtype is not the compute dtype).
+    """
+
+    index: int
+    unit: Unit
+    layout: UnitLayout
+    tier: Tier
+    mixed: bool
+    moment_names: tuple[str, ...]
+    parameters: list[nn.Parameter]
+    optimizer: UnitOptimizer | None = None
+    flats: Flats | None = None
+    offset: int = -1
+    visible: Tensor | None = None
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return align(self.unit.compute_bytes) + align(self.unit.state_bytes)
+
+    @property
+    def update_range(self) -> tuple[int, int]:
+        """(offset, bytes) in the unit of what an update must read: all but a copy it rewrites."""
+        first = align(self.unit.compute_bytes) if self.mixed else 0
+        return first, self.num_bytes - first
+
+    def carve(self, buffer: Tensor) -> Flats:
+        """Lay the unit's flats over `num_bytes` bytes of uint8 memory."""
+        layout = self.layout
+        compute = buffer[: self.unit.compute_bytes].view(layout.copy_dtype)
+        position = align(self.unit.compute_bytes)
+
+        def take() -> Tensor:
+            nonlocal position
+            size = layout.numel * layout.dtype.itemsize
+            flat = buffer[position : position + size].view(layout.dtype)
+            position += size
+            return flat
+
+        master = take() if self.mixed else compute
+        moments = {name: take() for name in self.moment_names} if layout.trains else {}
+        return Flats(compute=compute, master=master, moments=moments)
+
+
+class ModelStates:
+    """The states of all units of one compiled model.
+
+    Args:
+        model: its parameters become views of the flat buffers.
+        units, layouts: from `annotate`, in the same order.
+        tiers: unit → tier.
+        state_layout: compute dtype and number of optimizer states.
+        optimizer: the user's optimizer; None if nothing is managed for it.
+        device: the compute device.
+        arena, region: the slab and the part of it that holds the host units.
+        file: the SSD file that holds the SSD units.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        layouts: Sequence[UnitLayout],
+        tiers: Mapping[str, Tier],
+        state_layout: StateLayout,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        arena: Arena | None,
+        region: Region | None,
+        file: StripedFile | None,
+    ) -> None:
+        self.device = device
+        self.file = file
+        self._mapping = file.map() if file is not None else None
+        by_name = dict(model.named_parameters())
+        self.units: list[UnitStates] = []
+        host_offset = region.offset if region is not None else 0
+        ssd_offset = 0
+        for index, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
+            parameters = [by_name[s.name] for s in layout.slices]
+            states = UnitStates(
+                index=index,
+                unit=unit,
+                layout=layout,
+                tier=tiers[unit.name],
+                mixed=layout.trains and state_layout.compute_dtype is not None,
+                moment_names=(),
+                parameters=parameters,
+            )
+            if layout.trains and optimizer is not None:
+                states.optimizer = UnitOptimizer(
+                    optimizer, parameters, prefer_fused=state_layout.compute_dtype is not None
+                )
+                states.moment_names = states.optimizer.state_names()
+            if states.tier == "device":
+                buffer = torch.zeros(states.num_bytes, dtype=torch.uint8, device=device)
+            elif states.tier == "host":
+                assert arena is not None
+                buffer = arena.view(host_offset, states.num_bytes)
+                arena.register(host_offset, states.num_bytes)
+                host_offset += states.num_bytes
+            else:
+                assert self._mapping is not None
+                buffer = self._mapping[ssd_offset : ssd_offset + states.num_bytes]
+                states.offset = ssd_offset
+                ssd_offset += states.num_bytes
+            states.flats = states.carve(buffer)
+            self._adopt(states, optimizer)
+            self.units.append(states)
+        self.flush()
+
+    def _adopt(self, states: UnitStates, optimizer: torch.optim.Optimizer | None) -> None:
+        """Copy a unit's parameters (and optimizer state) in, and make the parameters views."""
+        flats = states.flats
+        assert flats is not None
+        layout = states.layout
+        with torch.no_grad():
+            for target in {id(f): f for f in (flats.compute, flats.master)}.values():
+                for view, p in zip(views_of(target, layout.slices), states.parameters, strict=True):
+                    view.copy_(p.detach())
+            if states.optimizer is not None and optimizer is not None:
+                initial = pull_initial_state(optimizer, states.parameters)
+                for name, flat in flats.moments.items():
+                    for view, tensors in zip(
+                        views_of(flat, layout.slices), initial.tensors, strict=True
+                    ):
+                        if name in tensors:
+                            view.copy_(tensors[name])
+                states.optimizer.load_scalar_state(initial.scalars)
+                release_state(optimizer, states.parameters)
+        dtype = states.parameters[0].dtype
+        states.visible = next(
+            (f for f in (flats.master, flats.compute) if f.dtype == dtype), None
+        )
+        self._expose(states)
+
+    def _expose(self, states: UnitStates) -> None:
+        if states.visible is not None:
+            views = views_of(states.visible, states.layout.slices)
+            for p, view in zip(states.parameters, views, strict=True):
+                p.data = view
+        states.versions = [version_of(p) for p in states.parameters]
+
+    def sync_from_user(self) -> None:
+        """Take over what user code wrote into parameters since the last step.
+
+        Writes through a parameter (``load_state_dict``, ``copy_``) are seen by its version
+        counter, replaced memory (``p.data = …``) by its address.
+        """
+        touched = False
+        for states in self.units:
+            versions = [version_of(p) for p in states.parameters]
+            moved = self._moved(states)
+            if versions == states.versions and not moved:
+                continue
+            touched = touched or states.tier == "ssd"
+            flats = states.flats
+            assert flats is not None
+            with torch.no_grad():
+                for flat in {id(f): f for f in (flats.compute, flats.master)}.values():
+                    if flat is states.visible and not moved:
+                        continue
+                    views = views_of(flat, states.layout.slices)
+                    for view, p in zip(views, states.parameters, strict=True):
+                        view.copy_(p.detach())
+            self._expose(states)
+        if touched:
+            self.flush()
+
+    @staticmethod
+    def _moved(states: UnitStates) -> bool:
+        if states.visible is None:
+            return False
+        views = views_of(states.visible, states.layout.slices)
+        return any(
+            p.data_ptr() != v.data_ptr() or p.device != v.device
+            for p, v in zip(states.parameters, views, strict=True)
+        )
+
+    def flush(self) -> None:
+        """Make writes through the SSD mapping visible to direct reads of the file."""
+        if self.file is not None:
+            self.file.flush()
+
+    def resident_views(self) -> dict[str, Tensor]:
+        """Name → what the graph reads, for parameters of units in the device tier."""
+        found: dict[str, Tensor] = {}
+        for states in self.units:
+            if states.tier == "device" and states.flats is not None:
+                views = views_of(states.flats.compute, states.layout.slices)
+                found.update(zip((s.name for s in states.layout.slices), views, strict=True))
+        return found

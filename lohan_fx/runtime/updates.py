@@ -1,0 +1,268 @@
+"""Active gradient offloading: gradients leave backward as they appear, the optimizer follows.
+
+Schedules (LoHan §IV-C, Fig. 3):
+  serial     gradients wait in host memory; units are read, updated and written one by one in
+             `optimizer.step()` (ZeRO).
+  naive      on arrival of a gradient: read the unit's states, update, write back; one unit at a
+             time, beside backward (Fig. 3a).
+  optimized  states of the next units are read before their gradients arrive, and written back
+             while the next unit is updated (Fig. 3b).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from lohan_fx.plan import Schedule
+from lohan_fx.runtime.arena import BufferRing
+from lohan_fx.runtime.lanes import Lane, Lanes, Ticket
+from lohan_fx.runtime.optimizer import Hyperparameters, snapshot_hyperparameters
+from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, views_of
+
+
+class Updater:
+    """Runs the optimizer of every unit, once a step, in the order in which gradients arrive.
+
+    Args:
+        states: the model's states.
+        lanes: transfers; gradients leave through its d2h lane.
+        schedule: see the module.
+        optimizer: the user's; hyperparameters are read when backward begins.
+        gradient_buffers: unit tier → ring of host buffers; for "serial", unit index → buffer.
+        state_ring: host buffers for units on SSD.
+    """
+
+    def __init__(
+        self,
+        states: ModelStates,
+        lanes: Lanes,
+        schedule: Schedule,
+        optimizer: torch.optim.Optimizer,
+        *,
+        gradient_rings: dict[str, BufferRing],
+        gradient_buffers: dict[int, Tensor],
+        state_ring: BufferRing | None,
+    ) -> None:
+        self.schedule = schedule
+        self.pending = False
+        self._states = states
+        self._lanes = lanes
+        self._optimizer = optimizer
+        self._rings = gradient_rings
+        self._buffers = gradient_buffers
+        self._state_ring = state_ring
+        self._lane = Lane("optimizer")
+        self._order: deque[UnitStates] = deque()
+        self._reads: dict[int, tuple[Tensor, Future[None]]] = {}
+        self._writes: list[Future[None]] = []
+        self._arrivals: dict[int, Ticket] = {}
+        self._updates: list[Ticket] = []
+        self._held: list[tuple[UnitStates, list[Tensor | None], Tensor | None]] = []
+        self._hyperparameters: Hyperparameters = ()
+
+    # -- called by the program -------------------------------------------------------------
+
+    def begin(self, order: Sequence[int]) -> None:
+        """Backward begins. `order` are the units in the order in which it emits gradients."""
+        self._hyperparameters = snapshot_hyperparameters(self._optimizer)
+        self.pending = True
+        on_ssd = [self._states.units[i] for i in order if self._states.units[i].tier == "ssd"]
+        self._order = deque(on_ssd)
+        if self.schedule == "optimized" and on_ssd:
+            self._updates.append(self._lane.submit(self._read_ahead))
+
+    def emit(self, index: int, gradients: Sequence[Tensor | None]) -> None:
+        """Take a unit's gradients: start their copy; on arrival the unit is updated."""
+        states = self._states.units[index]
+        if states.tier == "device":
+            kept = [None if g is None else _own(g) for g in gradients]
+            if self.schedule == "serial":
+                self._held.append((states, kept, None))
+            else:
+                assert states.flats is not None
+                self._step(states, states.flats, kept)
+            return
+        buffer = self._gradient_buffer(states)
+        flat = buffer[: states.unit.compute_bytes].view(states.layout.copy_dtype)
+        views: list[Tensor | None] = list(views_of(flat, states.layout.slices))
+        pairs = []
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                views[i] = None
+            else:
+                view = views[i]
+                assert view is not None
+                pairs.append((gradient, view))
+        arrival = self._arrivals[index] = self._lanes.to_host(pairs)
+        if self.schedule == "serial":
+            self._held.append((states, views, buffer))
+            return
+
+        def job() -> None:
+            try:
+                arrival.synchronize()
+                self._update(states, views)
+            finally:
+                self._rings[states.tier].release(buffer)
+
+        self._updates.append(self._lane.submit(job))
+
+    def release(self, index: int) -> None:
+        """Compute waits until the unit's gradients have left the device."""
+        self._arrivals.pop(index).wait()
+
+    def join(self) -> None:
+        """Finish the step: every unit updated, every byte written back.
+
+        Raises:
+            the first error of any update; later ones are lost with it.
+        """
+        if not self.pending:
+            return
+        error: BaseException | None = None
+        try:
+            for states, gradients, buffer in self._held:
+                if buffer is None:
+                    assert states.flats is not None
+                    self._step(states, states.flats, gradients)
+                else:
+                    self._updates.append(
+                        self._lane.submit(lambda s=states, g=gradients: self._update(s, g))  # type: ignore[misc]
+                    )
+            for ticket in self._updates:
+                try:
+                    ticket.synchronize()
+                except BaseException as failure:
+                    error = error or failure
+            for write in self._writes:
+                error = error or write.exception()
+        finally:
+            self._clear()
+        if error is not None:
+            raise error
+
+    def abort(self) -> None:
+        """Leave nothing running after a step that failed; its error is already on the way."""
+        for ticket in self._updates:
+            ticket.settle()
+        for write in self._writes:
+            write.exception()
+        for buffer, read in self._reads.values():
+            read.exception()
+            assert self._state_ring is not None
+            self._state_ring.release(buffer)
+        self._clear()
+
+    def close(self) -> None:
+        """Finish what is running and join the thread."""
+        self._lane.close()
+
+    def _clear(self) -> None:
+        self._held.clear()
+        self._updates.clear()
+        self._writes.clear()
+        self._arrivals.clear()
+        self._reads.clear()
+        self._order.clear()
+        self.pending = False
+
+    def _gradient_buffer(self, states: UnitStates) -> Tensor:
+        if self.schedule == "serial":
+            return self._buffers[states.index]
+        return self._rings[states.tier].acquire()
+
+    # -- on the optimizer's thread ----------------------------------------------------------
+
+    def _update(self, states: UnitStates, gradients: list[Tensor | None]) -> None:
+        if states.tier == "host":
+            assert states.flats is not None
+            self._step(states, states.flats, gradients)
+            return
+        buffer = self._read_states(states)
+        try:
+            self._step(states, states.carve(buffer), gradients)
+        except BaseException:
+            self._ring.release(buffer)
+            raise
+        self._write_back(states, buffer)
+        if self.schedule == "optimized":
+            self._read_ahead()
+
+    @property
+    def _ring(self) -> BufferRing:
+        assert self._state_ring is not None
+        return self._state_ring
+
+    def _submit_read(self, states: UnitStates, buffer: Tensor) -> Future[None]:
+        assert self._states.file is not None
+        first, size = states.update_range
+        unit = states.unit
+        self._lanes.count(ssd_read_bytes=unit.update_read_bytes)
+        return self._states.file.submit_pread(
+            buffer[first : first + size], states.offset + first
+        )
+
+    def _read_ahead(self) -> None:
+        """Start reading the next units' states into every free buffer."""
+        while self._order:
+            buffer = self._ring.try_acquire()
+            if buffer is None:
+                return
+            states = self._order.popleft()
+            self._reads[states.index] = (buffer, self._submit_read(states, buffer))
+
+    def _read_states(self, states: UnitStates) -> Tensor:
+        if states.index not in self._reads:
+            if states in self._order:
+                self._order.remove(states)
+            buffer = self._ring.acquire()
+            self._reads[states.index] = (buffer, self._submit_read(states, buffer))
+        buffer, read = self._reads.pop(states.index)
+        try:
+            read.result()
+        except BaseException:
+            self._ring.release(buffer)
+            raise
+        return buffer
+
+    def _write_back(self, states: UnitStates, buffer: Tensor) -> None:
+        assert self._states.file is not None
+        unit = states.unit
+        self._lanes.count(ssd_write_bytes=unit.state_bytes + unit.compute_bytes)
+        write = self._states.file.submit_pwrite(buffer[: states.num_bytes], states.offset)
+        write.add_done_callback(lambda _: self._ring.release(buffer))
+        if self.schedule == "optimized":
+            self._writes.append(write)
+        else:
+            write.result()
+
+    def _step(
+        self, states: UnitStates, flats: Flats, gradients: Sequence[Tensor | None]
+    ) -> None:
+        slices = states.layout.slices
+        optimizer = states.optimizer
+        assert optimizer is not None
+        masters = views_of(flats.master, slices)
+        moments = {name: views_of(flat, slices) for name, flat in flats.moments.items()}
+        state = [{name: views[i] for name, views in moments.items()} for i in range(len(slices))]
+        if states.mixed:
+            optimizer.step_mixed(
+                masters,
+                gradients,
+                state,
+                views_of(flats.compute, slices),
+                hyperparameters=self._hyperparameters,
+            )
+        else:
+            optimizer.step(masters, gradients, state, hyperparameters=self._hyperparameters)
+
+
+def _own(gradient: Tensor) -> Tensor:
+    """The gradient, in memory that nothing else reads: optimizers may overwrite it."""
+    whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+    return gradient if whole else gradient.clone()

@@ -1,0 +1,233 @@
+"""What a training step does, as plain data: ops, storages, parameter units.
+
+`annotate` makes a `Workload` from a captured joint graph; planners, the lowering and
+the simulator read it. Nothing here knows torch.
+
+Values are keyed by *storage*: a tensor and all views of it are one `Value`. View ops are
+not listed; an op that reads a view reads the storage behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+Phase = Literal["forward", "backward"]
+ValueKind = Literal["activation", "input", "parameter", "buffer", "gradient", "constant"]
+
+MODEL_INPUT_KINDS: frozenset[str] = frozenset({"input", "parameter", "buffer", "constant"})
+"""Kinds that exist before the step begins; they are no residuals."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One storage.
+
+    `name` is the FX node that creates it; `num_bytes` its whole size in bytes;
+    `unit` names the parameter unit for parameters; `is_output` says that user code
+    receives it (it then lives to the end of the step).
+    """
+
+    name: str
+    num_bytes: int
+    kind: ValueKind = "activation"
+    block: str = ""
+    unit: str | None = None
+    is_output: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One compute op of the joint graph, in execution order.
+
+    `seconds` is the roofline estimate max(flops / rate, bytes / bandwidth).
+    `recomputable` is False for ops that draw randomness, mutate, communicate or whose
+    result cannot be had again; their results must be kept or swapped.
+    """
+
+    name: str
+    target: str
+    block: str
+    phase: Phase
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    flops: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    seconds: float = 0.0
+    recomputable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Parameters that move together: a transformer block, an embedding, a head.
+
+    `parameters` are fully qualified names in flat order; `num_params` counts the elements,
+    padding included. Bytes are of the whole unit: `compute_bytes` of the copy that the
+    graph reads, `state_bytes` of everything else that training keeps for it (masters and
+    optimizer state; 0 for a frozen unit), `gradient_bytes` of what backward emits (its host
+    buffer is laid out like the compute copy). `own_master` says that the compute copy is the
+    master itself, so an update reads it too.
+    `gradients` are the values that backward emits for it, in flat order of their parameters.
+    `update_scratch_bytes` is what the optimizer allocates on the device while it updates the
+    unit there (units in other tiers allocate nothing on the device).
+    """
+
+    name: str
+    block: str
+    parameters: tuple[str, ...]
+    num_params: int
+    compute_bytes: int
+    state_bytes: int
+    gradient_bytes: int
+    gradients: tuple[str, ...] = ()
+    update_scratch_bytes: int = 0
+    own_master: bool = False
+
+    @property
+    def trainable(self) -> bool:
+        return bool(self.gradients)
+
+    @property
+    def update_read_bytes(self) -> int:
+        """What an update must read of the unit's states."""
+        return self.state_bytes + (self.compute_bytes if self.own_master else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A whole training step. Ops are in execution order, forward then backward."""
+
+    name: str
+    ops: tuple[Op, ...]
+    values: Mapping[str, Value]
+    units: tuple[Unit, ...] = ()
+    num_tokens: int = 0
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [op.name for op in self.ops]
+        if len(set(names)) != len(names):
+            raise ValueError("op names must be unique")
+        known = set(self.values)
+        for op in self.ops:
+            missing = [v for v in (*op.reads, *op.writes) if v not in known]
+            if missing:
+                raise ValueError(f"op {op.name} names unknown values {missing}")
+        phases = [op.phase for op in self.ops]
+        if "forward" in phases[self.num_forward_ops :]:
+            raise ValueError("forward ops must come before backward ops")
+
+    @cached_property
+    def num_forward_ops(self) -> int:
+        return next(
+            (i for i, op in enumerate(self.ops) if op.phase == "backward"), len(self.ops)
+        )
+
+    @cached_property
+    def op_index(self) -> Mapping[str, int]:
+        return {op.name: i for i, op in enumerate(self.ops)}
+
+    @cached_property
+    def unit_by_name(self) -> Mapping[str, Unit]:
+        return {unit.name: unit for unit in self.units}
+
+    @cached_property
+    def producer(self) -> Mapping[str, int]:
+        """Value name → index of the op that creates it (absent for model inputs)."""
+        return {v: i for i, op in enumerate(self.ops) for v in op.writes}
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[int, ...]]:
+        """Value name → indices of the ops that read it, ascending."""
+        found: dict[str, list[int]] = {name: [] for name in self.values}
+        for i, op in enumerate(self.ops):
+            for v in dict.fromkeys(op.reads):
+                found[v].append(i)
+        return {name: tuple(where) for name, where in found.items()}
+
+    @cached_property
+    def residuals(self) -> tuple[str, ...]:
+        """Activations made in forward and read in backward, in order of creation."""
+        n = self.num_forward_ops
+        return tuple(
+            v
+            for op in self.ops[:n]
+            for v in op.writes
+            if self.users[v] and self.users[v][-1] >= n and not self.values[v].is_output
+        )
+
+    @cached_property
+    def blocks(self) -> tuple[str, ...]:
+        """Block names in forward order."""
+        return tuple(dict.fromkeys(op.block for op in self.ops if op.phase == "forward"))
+
+    @cached_property
+    def parameters_of_unit(self) -> Mapping[str, tuple[str, ...]]:
+        """Unit name → its parameter values."""
+        found: dict[str, list[str]] = {unit.name: [] for unit in self.units}
+        for v in self.values.values():
+            if v.kind == "parameter" and v.unit is not None:
+                found[v.unit].append(v.name)
+        return {name: tuple(vs) for name, vs in found.items()}
+
+    def first_backward_use(self, value: str) -> int:
+        return next(i for i in self.users[value] if i >= self.num_forward_ops)
+
+    def last_forward_use(self, value: str) -> int:
+        """Index of the last forward op that reads the value, or of its producer."""
+        uses = [i for i in self.users[value] if i < self.num_forward_ops]
+        return uses[-1] if uses else self.producer[value]
+
+    @cached_property
+    def inter_block(self) -> frozenset[str]:
+        """Residuals that one block makes and the forward of another reads: block inputs."""
+        n = self.num_forward_ops
+        return frozenset(
+            v
+            for v in self.residuals
+            if any(
+                self.ops[i].block != self.values[v].block for i in self.users[v] if i < n
+            )
+        )
+
+    def recompute_ops(
+        self, wanted: Iterable[str], available: Iterable[str]
+    ) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Exact cost of recomputing `wanted` on the DAG.
+
+        Returns the indices of the forward ops to run again, ascending, and the values that
+        they need but that are neither available nor recomputable (results of random ops):
+        those must be saved as well. Model inputs are always available.
+        """
+        have = available if isinstance(available, set | frozenset) else set(available)
+        blocked: dict[str, None] = {}
+        run: set[int] = set()
+        stack = [v for v in wanted if v not in have]
+        while stack:
+            v = stack.pop()
+            if v in have or self.values[v].kind in MODEL_INPUT_KINDS or v in blocked:
+                continue
+            i = self.producer[v]
+            op = self.ops[i]
+            if not op.recomputable:
+                blocked[v] = None
+                continue
+            if i not in run:
+                run.add(i)
+                stack.extend(op.reads)
+        return tuple(sorted(run)), tuple(blocked)
+
+    @property
+    def num_params(self) -> int:
+        return sum(unit.num_params for unit in self.units)
+
+    @cached_property
+    def forward_flops(self) -> int:
+        return sum(op.flops for op in self.ops if op.phase == "forward")
+
+    @cached_property
+    def backward_flops(self) -> int:
+        return sum(op.flops for op in self.ops if op.phase == "backward")

@@ -1,0 +1,388 @@
+"""Every strategy gives a plan that lowers, fits its budget, and does what it predicts."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lohan_fx.errors import InsufficientMemoryError, PlanError
+from lohan_fx.footprint import host_bytes_needed, ssd_bytes_needed
+from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.plan import SCHEDULES, Action, Plan
+from lohan_fx.planners import Choices, PlannerOptions, finish, get, make_plan, names, register
+from lohan_fx.planners.lohan import Lohan
+from lohan_fx.planners.random_policy import RandomPolicy
+from lohan_fx.planners.schedule import draft, must_save, tiny_residuals
+from lohan_fx.program import lower, regions_of, residency
+from lohan_fx.workload import Workload
+from tests.workloads import budget, gpt_workload, mlp_workload, small_hardware, workloads
+
+STRATEGIES = ("keep-all", "swap-all", "recompute-all", "lohan", "lohan-paper", "random")
+HW = small_hardware()
+GOLDEN = Path(__file__).parent / "golden" / "plans"
+
+every_option = st.builds(
+    PlannerOptions,
+    states=st.sampled_from(("auto", "device", "host", "ssd")),
+    swap_to=st.sampled_from(("auto", "host", "ssd")),
+    schedule=st.sampled_from(SCHEDULES),
+)
+
+
+def smallest_peak(workload: Workload, options: PlannerOptions, states: dict[str, Any]) -> int:
+    """Device peak of swapping everything with the shortest windows."""
+    actions: dict[str, Action] = dict.fromkeys(workload.residuals, "swap")
+    choices = Choices(actions=actions, unit_tiers=states)
+    made = draft(workload, HW, budget(), options, choices, "test", keep_tiny=False)
+    return made.memory.peak_bytes
+
+
+def check(workload: Workload, plan: Plan, limit: MemoryBudget) -> None:
+    """What must hold of every finished plan."""
+    memory = residency(lower(workload, plan))
+    assert memory.peak_bytes == plan.prediction.peak_device_bytes <= limit.device_bytes
+    host = sum(host_bytes_needed(workload, plan).values())
+    ssd = sum(ssd_bytes_needed(workload, plan).values())
+    assert host == plan.prediction.peak_host_bytes <= limit.host_bytes
+    assert ssd == plan.prediction.peak_ssd_bytes <= limit.ssd_bytes
+    index = workload.op_index
+    for unit in plan.units.values():
+        assert unit.tier != "device" or not unit.windows
+        for before, after in itertools.pairwise(unit.windows):
+            assert index[before.last_use] < index[after.fetch_before]
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(workload=workloads(), options=every_option, tightness=st.floats(0, 1.3))
+def test_any_plan_fits_and_equals_its_prediction(
+    strategy: str, workload: Workload, options: PlannerOptions, tightness: float
+) -> None:
+    home: Any = {"auto": "host"}.get(options.states, options.states)
+    least = smallest_peak(workload, options, {u.name: home for u in workload.units})
+    total = sum(v.num_bytes for v in workload.values.values())
+    limit = budget(device=least + int(tightness * total))
+    try:
+        plan = make_plan(strategy, workload, HW, limit, options)
+    except InsufficientMemoryError as error:
+        assert error.need_bytes > error.have_bytes
+        assert error.tier == "device"
+        assert strategy not in ("swap-all", "lohan", "lohan-paper")
+        return
+    check(workload, plan, limit)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    workload=workloads(),
+    options=every_option,
+    host=st.integers(0, 400_000),
+    ssd=st.booleans(),
+    device=st.integers(10_000, 200_000),
+)
+def test_small_tiers_fail_by_name_or_fit(
+    workload: Workload, options: PlannerOptions, host: int, ssd: bool, device: int
+) -> None:
+    limit = budget(device=device, host=host, ssd=300_000 if ssd else 0)
+    hw = small_hardware(ssd=ssd)
+    for strategy in STRATEGIES:
+        try:
+            plan = make_plan(strategy, workload, hw, limit, options)
+        except InsufficientMemoryError as error:
+            assert error.need_bytes > error.have_bytes
+            assert str(error).startswith(f"not enough {error.tier} memory")
+        except PlanError as error:
+            assert not ssd
+            assert "no SSDs" in str(error)
+        else:
+            check(workload, plan, limit)
+
+
+@settings(max_examples=50, deadline=None)
+@given(workload=workloads(), seed=st.integers(0, 99), states=st.sampled_from(("device", "host")))
+def test_swap_all_has_the_smallest_peak(workload: Workload, seed: int, states: str) -> None:
+    options = PlannerOptions(states=states)  # type: ignore[arg-type]
+    plan = make_plan(RandomPolicy(seed), workload, HW, budget(), options)
+    tiers = {name: unit.tier for name, unit in plan.units.items()}
+    actions = {v: r.action for v, r in plan.residuals.items()}
+    made = draft(workload, HW, budget(), options, Choices(actions=actions, unit_tiers=tiers), "x")
+    assert smallest_peak(workload, options, tiers) <= made.memory.peak_bytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(workload=workloads(), strategy=st.sampled_from(STRATEGIES), part=st.floats(0, 1))
+def test_more_device_memory_never_makes_a_plan_infeasible(
+    workload: Workload, strategy: str, part: float
+) -> None:
+    roomy = make_plan(strategy, workload, HW, budget()).prediction.peak_device_bytes
+    limit = budget(device=int(roomy * part))
+    try:
+        make_plan(strategy, workload, HW, limit)
+    except InsufficientMemoryError as error:
+        limit = budget(device=error.need_bytes)
+        check(workload, make_plan(strategy, workload, HW, limit), limit)
+    for more in (limit.device_bytes + 1, 2 * limit.device_bytes):
+        make_plan(strategy, workload, HW, budget(device=more))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_lohan_keeps_everything_if_it_fits(tied: bool) -> None:
+    workload = gpt_workload(tied=tied, dropout=True)
+    plan = make_plan("lohan", workload, HW, budget())
+    assert plan.count("keep") == len(workload.residuals)
+    assert {unit.tier for unit in plan.units.values()} == {"host"}
+
+
+def test_lohan_swaps_block_inputs_and_recomputes_when_links_bind() -> None:
+    workload = gpt_workload(layers=4, hidden=32, batch=4)
+    plan = make_plan("lohan-paper", workload, HW, budget())
+    swapped = {v for v, r in plan.residuals.items() if r.action == "swap"}
+    assert swapped == workload.inter_block
+    assert "case 1" in plan.notes[0]
+
+
+def test_lohan_swaps_all_when_compute_binds() -> None:
+    workload = gpt_workload(layers=2, hidden=256, batch=8, seq=64)
+    options = PlannerOptions(states="device")
+    notes = {}
+    for rate in (1e13, 3e11):
+        hw = small_hardware(h2d_bytes_per_s=rate, d2h_bytes_per_s=rate, duplex_bytes_per_s=2 * rate)
+        plan = make_plan(Lohan(keep=False), workload, hw, budget(), options)
+        notes[rate] = plan.notes[0]
+        assert plan.count("swap") > len(workload.inter_block)
+    assert "case 2" in notes[1e13]
+    assert "case 3" in notes[3e11]
+
+
+def test_more_memory_never_makes_lohan_slower() -> None:
+    workload = gpt_workload(layers=6, hidden=128, batch=8, dropout=True)
+    hw = small_hardware(cpu_optimizer_params_per_s=1e15)
+    full = make_plan("lohan", workload, hw, budget()).prediction.peak_device_bytes
+    times = []
+    for part in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.5):
+        limit = budget(device=int(full * part))
+        times.append(make_plan("lohan", workload, hw, limit).prediction.step_s)
+    for slower, faster in itertools.pairwise(times):
+        assert faster <= slower * (1 + 1e-9)
+
+
+def test_random_masks_are_saved_even_if_their_bits_are_no_residual() -> None:
+    workload = mlp_workload()
+    assert must_save(workload) == {"a0", "m0"}
+    plan = make_plan("recompute-all", workload, HW, budget())
+    assert plan.residuals["m0"].action == "swap"
+    assert plan.residuals["a0"].action == "keep"
+
+
+def test_tiny_residuals_are_kept() -> None:
+    workload = gpt_workload(layers=6, hidden=2048, seq=512)
+    tiny = tiny_residuals(workload)
+    assert {"h0.rstd1", "h2.mean2"} <= tiny
+    plan = make_plan("swap-all", workload, HW, budget(host=2**40))
+    assert {v for v, r in plan.residuals.items() if r.action == "keep"} == tiny
+
+
+@settings(max_examples=40, deadline=None)
+@given(workload=workloads())
+def test_must_save_is_what_full_recomputation_needs(workload: Workload) -> None:
+    saved = must_save(workload)
+    actions: dict[str, Action] = {
+        v: "swap" if v in saved else "recompute" for v in workload.residuals
+    }
+    tiers: dict[str, Any] = dict.fromkeys(workload.unit_by_name, "host")
+    choices = Choices(actions=actions, unit_tiers=tiers)
+    made = draft(workload, HW, budget(), PlannerOptions(), choices, "x", keep_tiny=False)
+    assert {v for v, r in made.plan.residuals.items() if r.action == "swap"} == saved
+    held = {v.name for v in workload.values.values() if v.is_output}
+    for v in saved:
+        everything_else = (held | set(workload.residuals)) - {v}
+        assert workload.recompute_ops([v], everything_else)[1], v
+
+
+def test_tied_embedding_has_a_window_at_each_end() -> None:
+    workload = gpt_workload(layers=3, tied=True)
+    limit = budget()
+    plan = make_plan("recompute-all", workload, HW, limit, PlannerOptions(states="host"))
+    windows = plan.units["embed"].windows
+    assert [w.first_use for w in windows] == ["embed", "head", "loss.b"]  # logits are remade
+    assert plan.units["embed"].emit_after == "tie.b"
+    check(workload, plan, limit)
+
+
+def test_units_are_fetched_one_ahead() -> None:
+    workload = gpt_workload(layers=4)
+    plan = make_plan("recompute-all", workload, HW, budget(), PlannerOptions(states="host"))
+    index = workload.op_index
+    starts = sorted(
+        (index[w.first_use], index[w.fetch_before]) for u in plan.units.values() for w in u.windows
+    )
+    n = workload.num_forward_ops
+    for (before, _), (first, fetch) in itertools.pairwise(starts):
+        assert fetch <= before or (fetch == n and before < n <= first)
+
+
+def test_fixed_units_stay() -> None:
+    workload = gpt_workload(layers=2)
+    fixed: Any = {"h0": "device", "h1": "ssd"}
+    for strategy in STRATEGIES:
+        plan = make_plan(strategy, workload, HW, budget(), PlannerOptions(fixed_units=fixed))
+        assert (plan.units["h0"].tier, plan.units["h1"].tier) == ("device", "ssd")
+    with pytest.raises(PlanError, match="unknown units"):
+        make_plan("lohan", workload, HW, budget(), PlannerOptions(fixed_units={"no": "host"}))
+
+
+def test_states_spill_to_ssd_from_the_last_unit() -> None:
+    workload = gpt_workload(layers=8, hidden=64)
+    need = sum(u.compute_bytes + u.state_bytes for u in workload.units)
+    plan = make_plan("swap-all", workload, HW, budget(host=int(need * 0.75)))
+    tiers = [plan.units[u.name].tier for u in workload.units]
+    assert set(tiers) == {"host", "ssd"}
+    assert tiers[0] == "host"
+    assert tiers[-2] == "ssd"
+
+
+def test_host_is_for_what_is_used_soonest() -> None:
+    workload = gpt_workload(layers=4)
+    options = PlannerOptions(states="device")
+    plan = make_plan("swap-all", workload, HW, budget(host=400_000), options)
+    uses = {
+        tier: [workload.first_backward_use(v) for v, r in plan.residuals.items() if r.tier == tier]
+        for tier in ("host", "ssd")
+    }
+    assert uses["host"]
+    assert uses["ssd"]
+    big = [v for v in workload.residuals if workload.values[v].num_bytes > 8192]
+    soon = min(big, key=workload.first_backward_use)
+    assert plan.residuals[soon].tier == "host"
+
+
+def test_swapping_leaves_time_for_the_copy() -> None:
+    """With memory to spare, a release stands where the lane has finished, not at once."""
+    workload = gpt_workload(layers=4, hidden=128)
+    plan = make_plan("swap-all", workload, HW, budget(), PlannerOptions(states="device"))
+    index = workload.op_index
+    late = [
+        v
+        for v, r in plan.residuals.items()
+        if r.action == "swap" and index[r.release_after or ""] > workload.last_forward_use(v)
+    ]
+    early = [
+        v
+        for v, r in plan.residuals.items()
+        if r.action == "swap" and index[r.prefetch_before or ""] < workload.first_backward_use(v)
+    ]
+    assert len(late) > len(workload.residuals) / 2
+    assert len(early) > len(workload.residuals) / 2
+
+
+def test_unknown_strategy_names_the_nearest() -> None:
+    with pytest.raises(PlanError, match=r"did you mean 'lohan'.*keep-all"):
+        get("lohen")
+    assert set(STRATEGIES) <= set(names())
+    with pytest.raises(PlanError, match="registered already"):
+        register("lohan")(RandomPolicy())
+
+
+def test_a_callable_may_return_choices() -> None:
+    workload = mlp_workload()
+
+    def mine(w: Workload, hw: HardwareProfile, b: MemoryBudget, o: PlannerOptions) -> Choices:
+        return Choices(
+            actions=dict.fromkeys(w.residuals, "keep"),
+            unit_tiers=dict.fromkeys(w.unit_by_name, "ssd"),
+        )
+
+    plan = make_plan(mine, workload, HW, budget())
+    assert plan.strategy == "mine"
+    check(workload, plan, budget())
+    with pytest.raises(PlanError, match="return a Plan or Choices"):
+        make_plan(lambda *_: 3, workload, HW, budget())  # type: ignore[arg-type]
+
+
+def test_incomplete_choices_are_refused() -> None:
+    workload = mlp_workload()
+    tiers: Any = dict.fromkeys(workload.unit_by_name, "host")
+    for choices in (
+        Choices(actions={}, unit_tiers=tiers),
+        Choices(actions=dict.fromkeys(workload.residuals, "keep"), unit_tiers={}),
+    ):
+        with pytest.raises(PlanError, match="disagree"):
+            finish(workload, HW, budget(), PlannerOptions(), choices, "x")
+
+
+def test_no_room_is_explained() -> None:
+    workload = gpt_workload()
+    with pytest.raises(InsufficientMemoryError) as caught:
+        make_plan("lohan", workload, HW, budget(device=1000))
+    assert caught.value.tier == "device"
+    assert caught.value.at_peak
+    assert caught.value.where
+    with pytest.raises(InsufficientMemoryError) as caught:
+        make_plan("swap-all", workload, small_hardware(ssd=False), budget(host=1000, ssd=0))
+    assert caught.value.tier == "host"
+
+
+def test_lohan_puts_units_on_the_device_if_nothing_else_has_room() -> None:
+    workload = gpt_workload()
+    hw, limit = small_hardware(ssd=False), budget(host=1000, ssd=0)
+    plan = make_plan("lohan", workload, hw, limit)
+    assert {unit.tier for unit in plan.units.values()} == {"device"}
+    assert "too little host memory" in plan.notes[0]
+    check(workload, plan, limit)
+
+
+def test_planners_do_not_import_torch() -> None:
+    code = "import sys, lohan_fx.planners; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_same_input_same_plan() -> None:
+    workload = gpt_workload(dropout=True)
+    for strategy in STRATEGIES:
+        limit = budget(device=500_000 if strategy.startswith("lohan") else 2**30)
+        one, two = (make_plan(strategy, workload, HW, limit) for _ in range(2))
+        assert one == two
+        assert one.fingerprint == two.fingerprint
+
+
+def print_plan(workload: Workload, plan: Plan) -> str:
+    """A short form of a plan, for golden files."""
+    p = plan.prediction
+    lines = [
+        f"{plan.strategy} of {plan.workload}, {plan.schedule}",
+        f"peaks: device {p.peak_device_bytes}, host {p.peak_host_bytes}, ssd {p.peak_ssd_bytes}",
+        f"d2h {p.d2h_bytes}, h2d {p.h2d_bytes}, recompute {p.recompute_flops} FLOPs; {p.binding}",
+    ]
+    for v, r in plan.residuals.items():
+        where = f" {r.tier}, release after {r.release_after}, prefetch before {r.prefetch_before}"
+        tail = {"keep": "", "swap": where, "recompute": f" in {r.region}"}[r.action]
+        lines.append(f"{v}: {r.action}{tail}")
+    for name, unit in plan.units.items():
+        lines.append(f"{name}: {unit.tier}")
+        lines += [f"  {w.fetch_before} | {w.first_use} .. {w.last_use}" for w in unit.windows]
+        lines.append(f"  emit {unit.emit_after}, release {unit.release_gradients_after}")
+    regions = regions_of(workload, plan)
+    lines += [f"region {r.name} before {workload.ops[r.anchor].name}: {r.ops}" for r in regions]
+    lines += [f"note: {note}" for note in plan.notes]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_golden_plans(strategy: str, request: pytest.FixtureRequest) -> None:
+    workload = mlp_workload()
+    limit = budget() if strategy in ("keep-all", "random") else budget(device=40_000)
+    text = print_plan(workload, make_plan(strategy, workload, HW, limit))
+    assert text.count("\n") <= 25
+    path = GOLDEN / f"{strategy}.txt"
+    if request.config.getoption("--regen-golden"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == text
