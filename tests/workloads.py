@@ -21,24 +21,24 @@ def small_hardware(*, ssd: bool = True, **changes: Any) -> HardwareProfile:
     ssds = (
         SsdDevice(path="/ssd", read_bytes_per_s=6e9, write_bytes_per_s=4e9, capacity_bytes=2**30),
     )
-    fields: dict[str, Any] = dict(
-        name="small",
-        device_kind="cuda",
-        device_name="test",
-        matmul_flops_per_s={"bfloat16": GPU_FLOPS_PER_S},
-        block_flops_per_s=GPU_FLOPS_PER_S,
-        block_flops_dtype="bfloat16",
-        device_bytes_per_s=GPU_BYTES_PER_S,
-        h2d_bytes_per_s=2e10,
-        d2h_bytes_per_s=2e10,
-        duplex_bytes_per_s=3.5e10,
-        cpu_optimizer_params_per_s=2e9,
-        device_bytes=2**30,
-        host_bytes=2**30,
-        ssds=ssds if ssd else (),
-        ssd_read_bytes_per_s=6e9 if ssd else 0.0,
-        ssd_write_bytes_per_s=4e9 if ssd else 0.0,
-    )
+    fields: dict[str, Any] = {
+        "name": "small",
+        "device_kind": "cuda",
+        "device_name": "test",
+        "matmul_flops_per_s": {"bfloat16": GPU_FLOPS_PER_S},
+        "block_flops_per_s": GPU_FLOPS_PER_S,
+        "block_flops_dtype": "bfloat16",
+        "device_bytes_per_s": GPU_BYTES_PER_S,
+        "h2d_bytes_per_s": 2e10,
+        "d2h_bytes_per_s": 2e10,
+        "duplex_bytes_per_s": 3.5e10,
+        "cpu_optimizer_params_per_s": 2e9,
+        "device_bytes": 2**30,
+        "host_bytes": 2**30,
+        "ssds": ssds if ssd else (),
+        "ssd_read_bytes_per_s": 6e9 if ssd else 0.0,
+        "ssd_write_bytes_per_s": 4e9 if ssd else 0.0,
+    }
     return HardwareProfile(**{**fields, **changes})
 
 

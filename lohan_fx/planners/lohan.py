@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from lohan_fx.cost_model import CostOptions
 from lohan_fx.errors import InsufficientMemoryError, format_bytes
@@ -168,14 +169,15 @@ class _Search:
             lambda: self.draft(swap, keep_tiny=False),
         )
         least = must_save(self.workload)
-        inputs = self.workload.inter_block | least
-        kept_inputs: dict[str, Action] = {
-            v: "keep" if v in inputs else "recompute" for v in residuals
-        }
-        yield (
-            "block inputs stay on the device: host memory and SSD are too small for them",
-            lambda: self.draft(kept_inputs),
-        )
+        inputs = self.workload.inter_block
+        for saved, rest in ((inputs | least, least), (inputs, least - inputs)):
+            kept: dict[str, Action] = {
+                v: "keep" if v in saved else "swap" if v in rest else "recompute" for v in residuals
+            }
+            yield (
+                "block inputs stay on the device: host memory and SSD are too small for them",
+                partial(self.draft, kept),
+            )
         remade: dict[str, Action] = {v: "swap" if v in least else "recompute" for v in residuals}
         yield "block inputs are made again: no tier has room for them", lambda: self.draft(remade)
 
@@ -199,12 +201,10 @@ class _Search:
         best = self.kept(made)
         kept = {v for v, r in best.plan.residuals.items() if r.action == "keep"}
         found = self.algorithm1(kept)
-        again = self.draft(self.actions(found.swapped, kept))
-        if self.fits(again):
-            again = self.kept(again)
-            if self.seconds(again) < self.seconds(best):
-                self.notes.append("after keeping: " + found.note)
-                best = again
+        again = self.swapped_instead(found, kept)
+        if again is not None and self.seconds(again) < self.seconds(best):
+            self.notes.append("after keeping: " + found.note)
+            best = again
         count = best.plan.count("keep")
         if count:
             size = sum(
@@ -214,6 +214,14 @@ class _Search:
             )
             self.notes.append(f"{count} residuals stay on the device ({format_bytes(size)})")
         return best
+
+    def swapped_instead(self, found: SwapSearch, kept: Collection[str]) -> Draft | None:
+        """The draft of a second search beside what is kept, if it fits."""
+        try:
+            made = self.draft(self.actions(found.swapped, kept))
+        except InsufficientMemoryError:
+            return None
+        return self.kept(made) if self.fits(made) else None
 
     def seconds(self, made: Draft) -> float:
         args = (self.workload, self.hw, self.options, made.plan, made.program)

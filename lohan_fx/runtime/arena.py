@@ -7,6 +7,7 @@ that the same bytes serve GPU copies and O_DIRECT. Regions start at multiples of
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -15,7 +16,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +77,12 @@ class PageLocker:
     def lock(self, address: int, num_bytes: int) -> str:
         """Pin; return "" or the reason of a refusal."""
         portable = 1  # pinned for every CUDA context
-        code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, portable)
-        return "" if int(code) == 0 else str(torch.cuda.CudaError(int(code)))
+        code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, portable))
+        if code == 0:
+            return ""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")  # takes the error, or the next kernel would raise it
+        return str(torch.cuda.CudaError(code))
 
     def unlock(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
@@ -272,7 +276,7 @@ class BufferRing:
             self._free.append(address)
             self._changed.notify_all()
 
-    @contextmanager
+    @contextlib.contextmanager
     def lend(self) -> Iterator[torch.Tensor]:
         """Acquire a buffer for the length of a `with` block."""
         buffer = self.acquire()

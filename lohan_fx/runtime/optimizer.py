@@ -624,15 +624,16 @@ class UnitOptimizer:
         limit: int,
     ) -> Iterator[_Piece]:
         """Cut one parameter into pieces of at most `limit` elements, where it is contiguous."""
+        shape, dtype, device = master.shape, master.dtype, master.device
         views: dict[str, Tensor] = {}
         for name in self._planned[index].tensors:
             view = state.get(name)
             if view is None:
                 raise ValueError(f"state {name} of parameter {index} is missing")
             if (
-                view.shape != master.shape
-                or view.dtype != master.dtype
-                or view.device != master.device
+                view.shape != shape
+                or view.dtype != dtype
+                or view.device != device
                 or not _same_order(view, master)
             ):
                 raise _misfit(f"state {name} of parameter {index}", view, master)
