@@ -72,6 +72,18 @@ def _logger_methods() -> set[Callable[..., Any]]:
     return {f for n in names if callable(f := getattr(logging.Logger, n))}
 
 
+@contextlib.contextmanager
+def _quiet_metrics() -> Iterator[None]:
+    """Torch 2.11 cannot put a set of functions into its metrics, and logs that at length."""
+    log = logging.getLogger("torch._dynamo.metrics_context")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
 @dataclass(frozen=True, slots=True)
 class DynamoCapture:
     """What Dynamo captured: a module that returns a flat tuple, and how to build the rest.
@@ -114,7 +126,7 @@ def dynamo_capture(
         automatic_dynamic_shapes=False,
         specialize_float=True,
     )
-    with config, warnings.catch_warnings():
+    with config, _quiet_metrics(), warnings.catch_warnings():
         # Dynamo warns of Python side effects that it saw (output recorders, counters); they
         # happened while tracing and have no part in the numbers.
         warnings.simplefilter("ignore")

@@ -36,7 +36,7 @@ class CostOptions:
     duplex_limit: bool = True
     cpu_optimizer: bool = True
     device_optimizer: bool = True
-    overlap_next_forward: bool = True
+    overlap_next_forward: bool = False
 
     @classmethod
     def paper(cls) -> CostOptions:

@@ -108,6 +108,18 @@ def test_the_slab_is_zeroed_and_resident() -> None:
         assert not arena.view(0, arena.num_bytes).any()
 
 
+def test_a_slab_of_several_mappings_is_one_and_goes_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lohan_fx.runtime._memory._SHARED_PIECE_BYTES", 2 * PAGE)
+    with closing(Arena(5 * PAGE, pin=False)) as arena:
+        numbers = arena.typed(0, (5 * PAGE // 4,), torch.int32)
+        address = numbers.data_ptr()
+        torch.arange(numbers.numel(), dtype=torch.int32, out=numbers)
+        assert torch.equal(numbers, torch.arange(numbers.numel(), dtype=torch.int32))
+    del arena, numbers
+    gc.collect()
+    assert not any(is_mapped(address + index * PAGE) for index in range(5))
+
+
 @pytest.mark.parametrize("tidy", [True, False], ids=["close", "collect"])
 def test_a_view_keeps_the_memory(tidy: bool) -> None:
     fds, threads = os.listdir("/proc/self/fd"), threading.active_count()
@@ -342,6 +354,20 @@ def test_no_buffer_is_lent_twice(arena: Arena) -> None:
 
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(work, range(300)))
+
+
+def test_try_acquire_never_waits_and_never_overtakes(arena: Arena) -> None:
+    ring = make_ring(arena, 1)
+    buffer = ring.try_acquire()
+    assert buffer is not None
+    assert ring.try_acquire() is None
+    ring.release(buffer)
+    ring._waiting.append("a thread that was woken and has not run yet")
+    assert ring.try_acquire() is None
+    ring._waiting.clear()
+    ring.close()
+    with pytest.raises(StorageError, match="closed"):
+        ring.try_acquire()
 
 
 def test_close_wakes_waiters(arena: Arena) -> None:

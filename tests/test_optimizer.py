@@ -45,6 +45,15 @@ def equal(a: Tensor, b: Tensor) -> bool:
     )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other are slow on busy machines; the results are the same."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def new_params(device: str = "cpu") -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(3)
     return [nn.Parameter(torch.randn(s, generator=generator).to(device)) for s in SHAPES]
@@ -107,9 +116,13 @@ class Host:
             release_state(self.optimizer, params)
 
     def stage(self, source: Tensor) -> Tensor:
-        """Copy to a view of a new flat buffer, at another alignment each time."""
+        """Copy to a view of a new flat buffer, at another alignment each time.
+
+        On accelerators aligned to 16 bytes: elsewhere torch's fused SGD with maximize rounds
+        differently.
+        """
         self.addresses += 1
-        offset = self.addresses % 7
+        offset = self.addresses % 7 * (1 if source.is_cpu else 4)
         flat = torch.empty(source.numel() + offset, dtype=source.dtype, device=source.device)
         view = flat[offset:].view(source.shape)
         view.copy_(source)
@@ -133,6 +146,16 @@ class Host:
     @property
     def scalars(self) -> list[dict[str, float] | None]:
         return [s for unit in self.units for s in unit.scalar_state()]
+
+
+def runs(make: Make, device: str) -> bool:
+    """Whether this torch has such a kernel on this device (fused Adagrad came late to CUDA)."""
+    try:
+        Plain(make, device).step(new_grads(1, device=device))
+    except RuntimeError as error:
+        assert "fused" in str(error)
+        return False
+    return True
 
 
 class Plain:
@@ -215,6 +238,8 @@ def test_grid_covers_every_supported_class() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", GRID)
 def test_bitwise_as_plain(make: Make, device: str) -> None:
+    if not runs(make, device):
+        pytest.skip("no such kernel")
     plain, host = Plain(make, device), Host(make, device)
     host.adopt_state()
     # The fused SGD of torch raises when only some parameters have a momentum buffer.
@@ -237,6 +262,8 @@ def test_bitwise_as_plain(make: Make, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [p for p in GRID if "foreach" not in str(p.id)])
 def test_starts_from_the_state_of_the_optimizer(make: Make, device: str) -> None:
+    if not runs(make, device):
+        pytest.skip("no such kernel")
     plain, other = Plain(make, device), Plain(make, device)
     for step in range(1, 3):
         for side in (plain, other):
@@ -494,24 +521,36 @@ def test_fused_sgd_when_only_some_parameters_have_momentum() -> None:
     assert all(equal(m, p.detach()) for m, p in zip(host.masters, params, strict=True))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cls", [O.AdamW, O.SGD, O.Adagrad])
-def test_prefer_fused_runs_the_fused_kernel(cls: type[torch.optim.Optimizer]) -> None:
+def test_prefer_fused_runs_the_fused_kernel_where_there_is_one(cls: Any, device: str) -> None:
     options: dict[str, Any] = {"lr": 0.02, **({"momentum": 0.9} if cls is O.SGD else {})}
-    plain = Plain(maker(cls, {}, **options, fused=True))
-    host = Host(maker(cls, {}, **options), prefer_fused=True)
+    fused, default = maker(cls, {}, **options, fused=True), maker(cls, {}, **options)
+    plain = Plain(fused if runs(fused, device) else default, device)
+    host = Host(default, device, prefer_fused=True)
     host.adopt_state()
     for step in range(1, 4):
+        plain.step(new_grads(step, device=device))
+        host.step(new_grads(step, device=device))
+    assert_same(host, plain)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (O.AdamW, {"foreach": False}),  # the user's choice
+        (O.AdamW, {"fused": False}),
+        (O.RMSprop, {}),  # no kernel
+    ],
+    ids=["foreach", "fused", "RMSprop"],
+)
+def test_prefer_fused_does_without(cls: Any, options: dict[str, Any]) -> None:
+    make = maker(cls, {}, lr=0.02, **options)
+    plain, host = Plain(make), Host(make, prefer_fused=True)
+    for step in range(3):
         plain.step(new_grads(step))
         host.step(new_grads(step))
     assert_same(host, plain)
-    # What the user has chosen stays.
-    loop = Host(maker(cls, {}, **options, foreach=False), prefer_fused=True)
-    loop.adopt_state()
-    unfused = Plain(maker(cls, {}, **options))
-    for step in range(1, 4):
-        unfused.step(new_grads(step))
-        loop.step(new_grads(step))
-    assert_same(loop, unfused)
 
 
 LARGE = (70_001, 1500, 1024, 3)

@@ -18,6 +18,8 @@ ALIGNMENT = 4096
 """Bytes. O_DIRECT transfers, regions of the host slab and logical file ranges start and end
 at multiples of it."""
 
+_SHARED_PIECE_BYTES = 256 << 20
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10  # Linux, all architectures; not in Python's mmap module
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -32,6 +34,7 @@ _libc.mmap.argtypes = (
     ctypes.c_long,
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def round_up(num_bytes: int) -> int:
@@ -42,11 +45,20 @@ def round_up(num_bytes: int) -> int:
 def map_anonymous(num_bytes: int) -> int:
     """Map zeroed memory and return its address; OSError when the system has none.
 
-    The mapping is shared: O_DIRECT and DMA into private memory are unsafe across a fork (see
-    open(2)), and DataLoader workers fork.
+    The memory is shared: O_DIRECT and DMA into private memory are unsafe across a fork (see
+    open(2)), and DataLoader workers fork. It consists of adjacent mappings, because page
+    faults of several threads in one shared mapping wait for each other.
     """
-    read_write = mmap.PROT_READ | mmap.PROT_WRITE
-    return _mmap(None, num_bytes, read_write, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS, -1, 0)
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    base = reserve_addresses(num_bytes)
+    try:
+        for start in range(0, num_bytes, _SHARED_PIECE_BYTES):
+            length = min(_SHARED_PIECE_BYTES, num_bytes - start)
+            _mmap(base + start, length, _READ_WRITE, flags, -1, 0)
+    except OSError:
+        unmap(base, num_bytes)
+        raise
+    return base
 
 
 def reserve_addresses(num_bytes: int) -> int:
@@ -57,13 +69,21 @@ def reserve_addresses(num_bytes: int) -> int:
 
 def map_file_at(address: int, num_bytes: int, fd: int, offset: int) -> None:
     """Map `num_bytes` of a file, shared and writable, over reserved addresses."""
-    read_write = mmap.PROT_READ | mmap.PROT_WRITE
-    _mmap(address, num_bytes, read_write, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
+    _mmap(address, num_bytes, _READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
 
 
 def unmap(address: int, num_bytes: int) -> None:
     """Undo any of the mappings above."""
     _libc.munmap(address, num_bytes)
+
+
+def forget_pages(tensor: torch.Tensor) -> None:
+    """Take the pages of a flushed file mapping out of this process's memory; a touch brings them
+    back. `tensor` is uint8; only whole pages inside it go."""
+    start = round_up(tensor.data_ptr())
+    length = (tensor.data_ptr() + tensor.numel()) // ALIGNMENT * ALIGNMENT - start
+    if length > 0:
+        _libc.madvise(start, length, mmap.MADV_DONTNEED)
 
 
 def tensor_over(address: int, num_bytes: int, release: Callable[[], None]) -> torch.Tensor:

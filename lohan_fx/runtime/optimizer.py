@@ -197,9 +197,11 @@ class _Shadow:
         self._instance = type(optimizer).__new__(type(optimizer))
 
     def run(
-        self, groups: list[dict[str, Any]], entries: Iterable[tuple[Tensor, dict[str, Tensor]]]
+        self, groups: list[dict[str, Any]], entries: Sequence[tuple[Tensor, dict[str, Tensor]]]
     ) -> None:
         """Step once on `groups`; `entries` maps their tensors to their states, filled in place."""
+        if isinstance(self.optimizer, Adagrad):
+            self._begin(groups, dict(entries))
         attributes = vars(self._instance)
         attributes.update(vars(self.optimizer))
         self._instance.state = defaultdict(dict, entries)
@@ -209,6 +211,18 @@ class _Shadow:
                 self._step(self._instance)
         finally:
             attributes.clear()
+
+    def _begin(
+        self, groups: Sequence[Mapping[str, Any]], entries: Mapping[Tensor, dict[str, Tensor]]
+    ) -> None:
+        """Make the first state of Adagrad, which older torch makes at construction only."""
+        value = self.optimizer.defaults["initial_accumulator_value"]
+        for group in groups:
+            for tensor in group["params"]:
+                if not entries[tensor]:
+                    fused = group.get("fused")
+                    made = Adagrad([tensor], initial_accumulator_value=value, fused=fused)
+                    entries[tensor].update(made.state[tensor])
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,9 +368,9 @@ class UnitOptimizer:
         optimizer: the user's optimizer. Its groups are read at every step; its state, its hooks
             and its `step` are left alone.
         params: the user's own parameters, in the order of the views that `step` gets.
-        prefer_fused: run the fused kernel where the user left `fused` and `foreach` to torch, the
-            class has one and the masters are floating point. It is several times faster on CPUs
-            and rounds differently: not bitwise what plain PyTorch gives.
+        prefer_fused: run the fused kernel where the user left `fused` and `foreach` to torch and
+            torch has one for the class and device. It is several times faster on CPUs and rounds
+            differently: not bitwise what plain PyTorch gives. Not for complex parameters.
         chunk_elements: update at most so many elements at a time, rounded up to a multiple of
             1024; larger parameters are cut, smaller ones taken together. The result does not
             depend on it, and temporary memory is a few times this many elements (parameters that
@@ -386,10 +400,11 @@ class UnitOptimizer:
         self._chunk_elements = chunk_elements
         self._scalars: list[dict[str, Tensor] | None] = [None] * len(self._params)
         self._places = _places(optimizer, self._params)
+        self._fuses: dict[tuple[int, torch.device], bool] = {}
         self._checked: dict[int, object] = {}
         self._layouts: dict[int, _Layout] = {}
         for g in dict.fromkeys(g for g, _ in self._places):
-            values = self._values(optimizer.param_groups[g], _CPU)
+            values = self._values(g, optimizer.param_groups[g], _CPU)
             self._layouts[g] = _layout(self._shadow, values, _CPU)
         self._planned = tuple(self._layouts[g] for g, _ in self._places)
 
@@ -500,11 +515,20 @@ class UnitOptimizer:
             if copy is not None and grad is None:
                 copy.copy_(master)
 
-    def _values(self, group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        """Hyperparameters of a group as the shadow gets them."""
+    def _values(self, index: int, group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """Hyperparameters of group `index` as the shadow gets them."""
         values = _group_values(group, device)
         if self._prefer_fused and values.get("fused", False) is values.get("foreach") is None:
-            values["fused"] = True
+            fused = {**values, "fused": True}
+            if (index, device) not in self._fuses:
+                try:
+                    _layout(self._shadow, fused, device)
+                except RuntimeError:  # no such kernel on this device
+                    self._fuses[index, device] = False
+                else:
+                    self._fuses[index, device] = True
+            if self._fuses[index, device]:
+                return fused
         return values
 
     def _find_groups(self) -> None:
@@ -531,7 +555,7 @@ class UnitOptimizer:
         groups: Sequence[Mapping[str, Any]] = hyperparameters or self._optimizer.param_groups
         settings: dict[int, dict[str, Any]] = {}
         for g in dict.fromkeys(g for g, _ in self._places):
-            values = settings[g] = self._values(groups[g], device)
+            values = settings[g] = self._values(g, groups[g], device)
             key = (device, _structure(values))
             if self._checked.get(g) == key:
                 continue

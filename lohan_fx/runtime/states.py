@@ -18,6 +18,7 @@ from lohan_fx._compat import version_of
 from lohan_fx.annotate import Slice, StateLayout, UnitLayout
 from lohan_fx.footprint import align
 from lohan_fx.plan import Tier
+from lohan_fx.runtime._memory import forget_pages
 from lohan_fx.runtime.arena import Arena, Region
 from lohan_fx.runtime.optimizer import UnitOptimizer, pull_initial_state, release_state
 from lohan_fx.runtime.ssd import StripedFile
@@ -154,7 +155,9 @@ class ModelStates:
             states.flats = states.carve(buffer)
             self._adopt(states, optimizer)
             self.units.append(states)
-        self.flush()
+            if states.tier == "ssd":  # written through the mapping: let its pages go, unit by unit
+                self.flush()
+                forget_pages(buffer)
 
     def _adopt(self, states: UnitStates, optimizer: torch.optim.Optimizer | None) -> None:
         """Copy a unit's parameters (and optimizer state) in, and make the parameters views."""

@@ -1,0 +1,352 @@
+"""Train a byte-level GPT on the Python standard library's source, in a fraction of the memory.
+
+    python examples/finetune.py                  # own GPT, CPU, SSD tier in a temporary directory
+    python examples/finetune.py --hf llama       # the same for a transformers model
+
+The same training loop runs twice, each time in a process of its own: with `lohan_fx.compile`
+under a memory budget, and in plain PyTorch. Then losses, weights, speed and peak memory are
+compared. Peak memory is the process's largest resident set (VmHWM) over the whole run, tracing
+included, less its resident set right before the model is built, when all is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import resource
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+import lohan_fx
+from lohan_fx.errors import LohanError, format_bytes
+from lohan_fx.report import hardware_table, moved_cells, plan_table, prediction_table
+
+SEED = 0
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.num_heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Predicts the next byte; returns the loss."""
+
+    def __init__(self, num_layers: int, width: int, length: int) -> None:
+        super().__init__()
+        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, width // 64) for _ in range(num_layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.bytes(input_ids) + self.places.weight[: input_ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def build(args: argparse.Namespace) -> nn.Module:
+    """The model, with random weights. Models of transformers shift the labels themselves."""
+    torch.manual_seed(SEED)
+    layers, width, length = args.layers, args.width, args.length
+    if not args.hf:
+        return GPT(layers, width, length)
+    import transformers as hf
+
+    heads = width // 64
+    if args.hf == "gpt2":
+        return hf.GPT2LMHeadModel(
+            hf.GPT2Config(
+                vocab_size=256,
+                n_positions=length,
+                n_embd=width,
+                n_layer=layers,
+                n_head=heads,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+        )
+    common = {
+        "vocab_size": 256,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+    if args.hf == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(intermediate_size=3 * width, **common))
+    if args.hf == "bert":
+        return hf.BertForMaskedLM(
+            hf.BertConfig(
+                intermediate_size=4 * width, max_position_embeddings=length, **common
+            )
+        )
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(
+            vocab_size=256,
+            d_model=width,
+            d_kv=64,
+            d_ff=4 * width,
+            num_layers=layers // 2,
+            num_heads=heads,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+def batches(args: argparse.Namespace) -> Iterator[dict[str, Tensor]]:
+    """Random places in the source text of the standard library; the same in every run."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray().join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    data = torch.frombuffer(text, dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(SEED)
+    for _ in range(args.steps):
+        starts = torch.randint(len(data) - args.length, (args.batch,), generator=generator)
+        rows = torch.stack([data[s : s + args.length + 1] for s in starts]).long()
+        inputs, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        if args.hf in ("gpt2", "llama"):
+            labels = inputs
+        elif args.hf == "bert":
+            hidden = torch.rand(inputs.shape, generator=generator) < 0.15
+            labels = inputs.masked_fill(~hidden, -100)
+            inputs = inputs.masked_fill(hidden, 0)
+        yield {"input_ids": inputs, "labels": labels}
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Iterator[dict[str, Tensor]],
+    on_step: Callable[[float, float], None],
+) -> None:
+    """An ordinary training loop: nothing in it knows whether the model is compiled."""
+    for batch in data:
+        start = time.perf_counter()
+        result = model(**batch)
+        loss = result if isinstance(result, Tensor) else result.loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        on_step(loss.item(), time.perf_counter() - start)
+
+
+class Memory:
+    """The process's resident set: now, and its peak since the last `reset`."""
+
+    def __init__(self) -> None:
+        self.base_bytes = self._read("VmRSS")
+
+    @staticmethod
+    def _read(key: str) -> int:
+        try:
+            lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+            return next(int(x.split()[1]) * 1024 for x in lines if x.startswith(key))
+        except OSError:  # not Linux: the peak of the whole process is the closest there is
+            unit = 1 if sys.platform == "darwin" else 1024
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def reset(self) -> None:
+        """Begin a new peak, so that what imports used does not count."""
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+        except OSError:
+            pass
+        self.base_bytes = self._read("VmRSS")
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._read("VmHWM") - self.base_bytes
+
+
+def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """One of the two runs, in this process."""
+    import torch._dynamo  # both runs: its import is no part of either's memory
+
+    import lohan_fx.api  # noqa: F401
+
+    memory = Memory()
+    memory.reset()
+    model = build(args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = batches(args)
+    compiled = None
+    if args.run == "lohan_fx":
+        hw = lohan_fx.HardwareProfile.load(args.hw)
+        model = lohan_fx.compile(
+            model,
+            hw=hw,
+            optimizer=optimizer,
+            strategy=args.strategy,
+            memory={
+                "device": args.device_memory,
+                "host": args.host_memory,
+                "ssd": args.ssd_space,
+            },
+        )
+        compiled = model.lohan
+        with console.status("tracing and planning"):
+            program = compiled.prepare(**next(batches(args)))
+        console.print(plan_table(program.workload, program.plan))
+        console.print(prediction_table(program.plan, compiled.options.budget))
+
+    losses: list[float] = []
+    seconds: list[float] = []
+    columns = ("{task.description}", "loss {task.fields[loss]:.3f}", "{task.fields[moved]}")
+    with Progress(
+        TextColumn(columns[0]),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        *(TextColumn(text) for text in columns[1:]),
+        console=console,
+    ) as bar:
+        task = bar.add_task(args.run, total=args.steps, loss=float("nan"), moved="")
+
+        def on_step(loss: float, step_s: float) -> None:
+            losses.append(loss)
+            seconds.append(step_s)
+            moved = [
+                f"{args.batch * args.length / step_s:,.0f} tokens/s",
+                f"peak {format_bytes(memory.peak_bytes)}",
+            ]
+            if compiled is not None:
+                moved += [f"{what} {size}" for what, size in moved_cells(compiled.counters)]
+            bar.update(task, advance=1, loss=loss, moved=", ".join(moved))
+
+        train(model, optimizer, data, on_step)
+
+    peak_bytes = memory.peak_bytes
+    weights = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        weights.update(name.encode())
+        weights.update(tensor.contiguous().view(torch.uint8).numpy())
+    if compiled is not None:
+        compiled.close()
+    return {
+        "losses": [loss.hex() for loss in losses],
+        "seconds": seconds,
+        "peak_bytes": peak_bytes,
+        "weights": weights.hexdigest(),
+        "num_params": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def compare(
+    args: argparse.Namespace, ours: dict[str, Any], plain: dict[str, Any]
+) -> tuple[Table, bool]:
+    """Both runs side by side, and whether their numbers are the same."""
+
+    def speed(result: dict[str, Any]) -> str:
+        rest = sorted(result["seconds"][1:] or result["seconds"])  # the first step warms up
+        return f"{args.batch * args.length / rest[len(rest) // 2]:,.0f} tokens/s"
+
+    def losses(result: dict[str, Any]) -> str:
+        first, last = (float.fromhex(result["losses"][i]) for i in (0, -1))
+        return f"{first:.6f} → {last:.6f}"
+
+    share = ours["peak_bytes"] / plain["peak_bytes"]
+    same_losses = ours["losses"] == plain["losses"]
+    same_weights = ours["weights"] == plain["weights"]
+    table = Table(
+        title=f"{args.steps} steps, {plain['num_params'] / 1e6:.1f}M parameters, "
+        f"{args.batch} × {args.length} tokens, float32",
+        title_justify="left",
+    )
+    for column in ("", "plain PyTorch", "lohan_fx", ""):
+        table.add_column(column)
+    verdict = {True: "identical", False: "DIFFERENT"}
+    table.add_row("loss", losses(plain), losses(ours), verdict[same_losses])
+    table.add_row(
+        "weights, sha256", plain["weights"][:12], ours["weights"][:12], verdict[same_weights]
+    )
+    table.add_row("median speed", speed(plain), speed(ours), "")
+    table.add_row(
+        "peak memory",
+        format_bytes(plain["peak_bytes"]),
+        format_bytes(ours["peak_bytes"]),
+        f"{share:.0%}",
+    )
+    return table, same_losses and same_weights
+
+
+def parse() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    p.add_argument("--hf", choices=("gpt2", "llama", "bert", "t5"), help="a transformers model")
+    p.add_argument("--steps", type=int, default=8)
+    p.add_argument("--batch", type=int, default=4)
+    p.add_argument("--length", type=int, default=256, help="bytes in a sequence")
+    p.add_argument("--layers", type=int, default=18)
+    p.add_argument("--width", type=int, default=512)
+    p.add_argument("--strategy", default="lohan")
+    p.add_argument("--device-memory", default="160MiB", help="budget of the device tier")
+    p.add_argument("--host-memory", default="240MiB", help="budget of the host tier")
+    p.add_argument("--ssd-space", default="1GiB", help="budget of the SSD tier")
+    p.add_argument("--ssd", type=Path, help="directory of the SSD tier; temporary if absent")
+    p.add_argument("--run", choices=("lohan_fx", "plain"), help=argparse.SUPPRESS)
+    p.add_argument("--hw", help=argparse.SUPPRESS)
+    p.add_argument("--out", help=argparse.SUPPRESS)
+    return p.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    console = Console()
+    if args.run:
+        try:
+            result = run(args, console)
+        except LohanError as error:
+            console.print(f"error: {error}", style="red", markup=False)
+            return 1
+        Path(args.out).write_text(json.dumps(result), encoding="utf-8")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="lohan_fx-demo-") as folder:
+        ssd = args.ssd or Path(folder)
+        with console.status("measuring the hardware"):
+            hw = lohan_fx.profile_hardware([ssd], device="cpu", dtypes=("float32",), quick=True)
+        console.print(hardware_table(hw))
+        hw.save(Path(folder, "hw.json"))
+        results = []
+        for which in ("lohan_fx", "plain"):
+            out = Path(folder, f"{which}.json")
+            command = [sys.executable, __file__, *sys.argv[1:], "--run", which]
+            command += ["--hw", str(Path(folder, "hw.json")), "--out", str(out)]
+            code = subprocess.run(command, check=False).returncode
+            if code:
+                return code
+            results.append(json.loads(out.read_text(encoding="utf-8")))
+        table, same = compare(args, *results)
+        console.print(table)
+    console.print(
+        "peak memory: largest resident set of the run's own process, less that before the model "
+        "was built",
+        style="dim",
+    )
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
