@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import lohan_fx
 from lohan_fx.errors import LohanError, format_bytes
-from lohan_fx.report import hardware_table, moved_cells, plan_table, prediction_table
+from lohan_fx.report import hardware_table, moved_cells, plan_parts
 
 SEED = 0
 
@@ -211,8 +211,8 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         compiled = model.lohan
         with console.status("tracing and planning"):
             program = compiled.prepare(**next(batches(args)))
-        console.print(plan_table(program.workload, program.plan))
-        console.print(prediction_table(program.plan, compiled.options.budget))
+        for part in plan_parts(program.workload, program.plan, compiled.options.budget):
+            console.print(part, highlight=False)
 
     losses: list[float] = []
     seconds: list[float] = []

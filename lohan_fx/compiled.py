@@ -11,7 +11,8 @@ import dataclasses
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,9 @@ from lohan_fx.runtime.arena import Arena, BufferRing, Layout
 from lohan_fx.runtime.engine import Engine, Slot, SlotStore
 from lohan_fx.runtime.executor import Executor
 from lohan_fx.runtime.lanes import Counters, Lanes
+from lohan_fx.runtime.op_timing import OpTimer
 from lohan_fx.runtime.ops import engines
+from lohan_fx.runtime.recording import Label, Recorder
 from lohan_fx.runtime.optimizer import UnitOptimizer, check_supported
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates
@@ -485,8 +488,49 @@ class CompiledModel:
 
     def join(self) -> None:
         """Finish the optimizer's work of this step: what optimizer.step() does first."""
-        if self.memory is not None and self.memory.updater is not None:
-            self.memory.updater.join()
+        if self.memory is None or self.memory.updater is None:
+            return
+        recorder = self.memory.lanes.recorder
+        began = 0.0
+        if recorder is not None:
+            recorder.phase = "optimizer"
+            began = recorder.mark()
+        self.memory.updater.join()
+        if recorder is not None:
+            recorder.add("gpu", Label("join", "optimizer.step"), began, recorder.mark())
+
+    @contextmanager
+    def time_ops(self) -> Iterator[OpTimer]:
+        """Time every op of the steps run inside the block (the papers' profiling stage).
+
+        `timed` puts the result into a workload. Steps are slower while their ops are timed.
+
+        Raises:
+            StepError: no step has run yet.
+        """
+        timer = OpTimer(self.options.device)
+        executor = self.program().executor
+        executor.timer = timer
+        try:
+            yield timer
+        finally:
+            executor.timer = None
+
+    @contextmanager
+    def record(self) -> Iterator[Recorder]:
+        """Record the steps run inside the block; ask the recorder for its `timeline`.
+
+        Raises:
+            StepError: no step has run yet, so there is nothing to attach to.
+        """
+        if self.memory is None:
+            raise StepError("record after the first step: before it there is no program")
+        recorder = Recorder(self.options.device)
+        self.memory.lanes.recorder = recorder
+        try:
+            yield recorder
+        finally:
+            self.memory.lanes.recorder = None
 
     def close(self) -> None:
         """Join all threads, give all memory back, remove all files."""

@@ -438,6 +438,7 @@ class _Step:
         self.transfers.warm = warm_start
         self.updates = _Updates(self.clock, self.record, hw, self.transfers, workload, plan)
         self.time = 0.0
+        self.done = False
         self.forward_end = 0.0
         self.backward_end = 0.0
         self.starts: list[float] = []
@@ -466,6 +467,9 @@ class _Step:
     def run(self, name: str) -> Simulation:
         self.clock.start(self._execute())
         self.clock.run()
+        if not self.done:
+            at = self.program.instructions[len(self.starts) - 1] if self.starts else "the start"
+            raise RuntimeError(f"nothing can go on: the program is stuck at {at}")
         timeline = Timeline(name=name, spans=self.record.finish(), memory=self._memory())
         step_s = self.time
         return Simulation(
@@ -592,6 +596,7 @@ class _Step:
             label = _Label("optimizer.step", "join", "optimizer", "")
             self.record.add("gpu", self.time, self.clock.now, label)
             self.time = self.clock.now
+        self.done = True
 
     # -- names and memory -------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ not listed; an op that reads a view reads the storage behind it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -219,6 +220,14 @@ class Workload:
                 run.add(i)
                 stack.extend(op.reads)
         return tuple(sorted(run)), tuple(blocked)
+
+    def timed(self, seconds: Mapping[str, float]) -> Workload:
+        """The same workload with measured seconds in place of the roofline's, by op name."""
+        ops = tuple(
+            dataclasses.replace(op, seconds=seconds[op.name]) if op.name in seconds else op
+            for op in self.ops
+        )
+        return dataclasses.replace(self, ops=ops)
 
     @property
     def num_params(self) -> int:

@@ -197,4 +197,4 @@ def _time(
         swapped_bytes=swapped_bytes,
         available_bytes=room.host if room.host < room.total else swapped_bytes,
     )
-    return iteration_time(hw, filled, options.cost, options.schedule)
+    return iteration_time(hw, filled, options.cost, options.update_schedule)

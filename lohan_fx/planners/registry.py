@@ -24,7 +24,8 @@ class PlannerOptions:
     Attributes:
         states: tier of the units; "auto" lets the strategy choose.
         swap_to: tier of swapped residuals; "auto" fills host memory before the SSDs.
-        schedule: how the optimizer overlaps with backward.
+        schedule: how the optimizer overlaps with backward; "auto" lets the strategy choose
+            ("optimized", unless it stands for a system that does otherwise).
         fixed_units: unit → tier for units that must stay where they are (a second program
             of the same model); takes precedence over `states`.
         cost: which extensions of the cost model count.
@@ -32,9 +33,14 @@ class PlannerOptions:
 
     states: Literal["auto", "device", "host", "ssd"] = "auto"
     swap_to: Literal["auto", "host", "ssd"] = "auto"
-    schedule: Schedule = "optimized"
+    schedule: Schedule | Literal["auto"] = "auto"
     fixed_units: Mapping[str, Tier] | None = None
     cost: CostOptions = field(default_factory=CostOptions)
+
+    @property
+    def update_schedule(self) -> Schedule:
+        """`schedule`, with "auto" read as "optimized"."""
+        return "optimized" if self.schedule == "auto" else self.schedule
 
 
 class Planner(Protocol):

@@ -226,7 +226,7 @@ def draft(
         workload=workload.name,
         residuals=_residual_plans(workload, actions, tiers, choices.regions),
         units={},
-        schedule=options.schedule,
+        schedule=options.update_schedule,
     )
     regions = regions_of(workload, plan)
     plan = replace(

@@ -67,7 +67,7 @@ def _fill_host(
     reserved = [swap_bytes] if options.swap_to == "host" else []
 
     def fits(trial: Mapping[str, Tier]) -> bool:
-        need = host_breakdown(workload.units, trial, options.schedule, reserved)
+        need = host_breakdown(workload.units, trial, options.update_schedule, reserved)
         return sum(need.values()) <= budget.host_bytes
 
     if fits(tiers):
@@ -87,7 +87,7 @@ def host_room(
     ssd_residuals: Collection[int] = (),
 ) -> int:
     """MEM_avail (LoHan Eq. 3): host bytes left for activations after what the runtime needs."""
-    need = host_breakdown(workload.units, tiers, options.schedule, (), ssd_residuals)
+    need = host_breakdown(workload.units, tiers, options.update_schedule, (), ssd_residuals)
     return max(0, budget.host_bytes - sum(need.values()))
 
 

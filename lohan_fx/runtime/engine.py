@@ -16,6 +16,7 @@ from lohan_fx.footprint import STRIPE_BYTES
 from lohan_fx.plan import Tier
 from lohan_fx.runtime.arena import Arena
 from lohan_fx.runtime.lanes import Lanes, Ticket, storage_of
+from lohan_fx.runtime.recording import Label, Stamp
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates, views_of
 from lohan_fx.runtime.updates import Updater
@@ -112,12 +113,15 @@ class Engine:
         size = min(where.num_bytes, source.numel())
         source = source[:size]
         written = None
+        label = Label("offload", where.name)
+        began = self._pause()
         if where.tier == "host":
             assert self.store.arena is not None
-            copied = self.lanes.to_host([(source, self.store.arena.view(where.offset, size))])
+            target = self.store.arena.view(where.offset, size)
+            copied = self.lanes.to_host([(source, target)], label)
         else:
             assert self.store.file is not None
-            copied, written = self.lanes.to_ssd(source, self.store.file, where.offset)
+            copied, written = self.lanes.to_ssd(source, self.store.file, where.offset, label)
         self._loans[slot] = _Loan(
             num_bytes=size,
             dtype=x.dtype,
@@ -127,23 +131,29 @@ class Engine:
             copied=copied,
             written=written,
         )
+        self._resume(began)
 
     def release(self, slot: int) -> None:
+        began = self._pause()
         self._loans[slot].copied.wait()
+        self._resume(began, Label("release", self.slots[slot].name))
 
     def prefetch(self, slot: int) -> Tensor:
         where = self.slots[slot]
         loan = self._loans[slot]
+        label = Label("prefetch", where.name)
+        began = self._pause()
         flat = torch.empty(loan.num_bytes, dtype=torch.uint8, device=self.lanes.device)
         if where.tier == "host":
             assert self.store.arena is not None
             source = self.store.arena.view(where.offset, loan.num_bytes)
-            loan.loaded = self.lanes.to_device([(source, flat)])
+            loan.loaded = self.lanes.to_device([(source, flat)], label)
         else:
             assert self.store.file is not None
             loan.loaded = self.lanes.from_ssd(
-                self.store.file, where.offset, flat, after=loan.written
+                self.store.file, where.offset, flat, label, after=loan.written
             )
+        self._resume(began)
         whole = loan.num_bytes // loan.dtype.itemsize * loan.dtype.itemsize
         return (
             flat[:whole]
@@ -154,33 +164,60 @@ class Engine:
     def wait(self, slot: int) -> None:
         loaded = self._loans.pop(slot).loaded
         assert loaded is not None
+        began = self._pause()
         loaded.wait()
+        self._resume(began, Label("wait", self.slots[slot].name))
 
     def fetch_unit(self, unit: int) -> Tensor:
         states = self.states.units[unit]
         flats = states.flats
         assert flats is not None
+        label = Label("fetch_unit", states.unit.name)
+        began = self._pause()
         flat = torch.empty_like(flats.compute, device=self.lanes.device)
         if states.tier == "host":
-            self._fetches[unit] = self.lanes.to_device([(flats.compute, flat)])
+            self._fetches[unit] = self.lanes.to_device([(flats.compute, flat)], label)
         else:
             assert self.states.file is not None
             self._fetches[unit] = self.lanes.from_ssd(
-                self.states.file, states.offset, flat.view(torch.uint8)
+                self.states.file, states.offset, flat.view(torch.uint8), label
             )
+        self._resume(began)
         return flat
 
     def wait_unit(self, flat: Tensor, unit: int) -> list[Tensor]:
+        states = self.states.units[unit]
+        began = self._pause()
         self._fetches.pop(unit).wait()
-        return views_of(flat, self.states.units[unit].layout.slices)
+        self._resume(began, Label("wait_unit", states.unit.name))
+        return views_of(flat, states.layout.slices)
 
     def emit_gradients(self, gradients: Sequence[Tensor | None], unit: int) -> None:
         assert self.updater is not None
+        began = self._pause()
         self.updater.emit(unit, gradients)
+        self._resume(began, Label("emit_gradients", self.states.units[unit].unit.name))
 
     def release_gradients(self, unit: int) -> None:
         assert self.updater is not None
+        began = self._pause()
         self.updater.release(unit)
+        self._resume(began, Label("release_gradients", self.states.units[unit].unit.name))
+
+    # -- recording --------------------------------------------------------------------------
+
+    def _pause(self) -> Stamp | None:
+        """Compute pauses for an op of ours (noted only while a step is recorded)."""
+        recorder = self.lanes.recorder
+        return recorder.end_compute() if recorder is not None else None
+
+    def _resume(self, began: Stamp | None, stall: Label | None = None) -> None:
+        """Compute goes on; `stall` labels the time since `began` as waiting."""
+        recorder = self.lanes.recorder
+        if recorder is not None and began is not None:
+            if stall is not None:
+                recorder.add("gpu", stall, began, recorder.mark())
+            recorder.begin_compute()
 
     # -- one step ---------------------------------------------------------------------------
 

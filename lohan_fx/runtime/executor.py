@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from lohan_fx.capture import Captured, InputRole
 from lohan_fx.errors import StepError
 from lohan_fx.passes.split import Halves
 from lohan_fx.runtime.engine import Engine
+from lohan_fx.runtime.op_timing import OpTimer
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class Executor:
     parameters: Callable[[str], Tensor]
     buffers: Callable[[str], Tensor]
     pending: Pending | None = field(default=None)
+    timer: OpTimer | None = field(default=None)
 
     @property
     def differentiable(self) -> tuple[int, ...]:
@@ -75,8 +77,14 @@ class Executor:
         """
         self.drop_pending()
         arguments = [self._argument(role, inputs) for role in self.halves.forward_inputs]
+        recorder = self.engine.lanes.recorder
+        if recorder is not None:
+            recorder.phase = "forward"
+            recorder.begin_compute()
         try:
-            results = self.halves.forward(arguments)
+            results = self._run(self.halves.forward, arguments)
+            if recorder is not None:
+                recorder.end_compute()
         except BaseException:
             self.abort()
             raise
@@ -110,10 +118,16 @@ class Executor:
         arguments += saved
         saved.clear()
         updater = self.engine.updater
+        recorder = self.engine.lanes.recorder
+        if recorder is not None:
+            recorder.phase = "backward"
+            recorder.begin_compute()
         try:
             if updater is not None:
                 updater.begin(self.engine.emit_order)
-            gradients = self.halves.backward(arguments)
+            gradients = self._run(self.halves.backward, arguments)
+            if recorder is not None:
+                recorder.end_compute()
         except BaseException:
             self.abort()
             raise
@@ -121,6 +135,9 @@ class Executor:
             (role.target, role.index): value
             for role, value in zip(self.halves.backward_outputs, gradients, strict=True)
         }
+
+    def _run(self, half: fx.GraphModule, arguments: list[Any]) -> Any:
+        return half(arguments) if self.timer is None else self.timer.run(half, arguments)
 
     def drop_pending(self) -> None:
         """Forget a forward whose backward never came."""

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lohan_fx.runtime.arena import BufferRing
+from lohan_fx.runtime.recording import Label, Recorder
 from lohan_fx.runtime.ssd import StripedFile
 
 _CHUNKS_AHEAD = 4
@@ -172,6 +174,7 @@ class Lanes:
         self.device = device
         self.staging = staging
         self.counters = Counters()
+        self.recorder: Recorder | None = None
         self._count_lock = threading.Lock()
         self._cuda = device.type == "cuda"
         self.d2h = Lane("d2h", torch.cuda.Stream(device) if self._cuda else None)
@@ -192,41 +195,56 @@ class Lanes:
 
     # -- host tier ---------------------------------------------------------------------------
 
-    def to_host(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ticket:
+    def to_host(self, pairs: Sequence[tuple[Tensor, Tensor]], label: Label) -> Ticket:
         """Copy (device source, host destination) pairs once compute has reached this point."""
-        return self._copy(self.d2h, list(pairs), d2h=True)
+        return self._copy(self.d2h, "d2h", list(pairs), label)
 
-    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ticket:
+    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]], label: Label) -> Ticket:
         """Copy (host source, device destination) pairs once compute has reached this point."""
-        return self._copy(self.h2d, list(pairs), d2h=False)
+        return self._copy(self.h2d, "h2d", list(pairs), label)
 
-    def _copy(self, lane: Lane, pairs: list[tuple[Tensor, Tensor]], *, d2h: bool) -> Ticket:
+    def _copy(
+        self,
+        lane: Lane,
+        link: Literal["d2h", "h2d"],
+        pairs: list[tuple[Tensor, Tensor]],
+        label: Label,
+    ) -> Ticket:
         size = sum(source.numel() * source.element_size() for source, _ in pairs)
-        self.count(**{"d2h_bytes" if d2h else "h2d_bytes": size})
+        self.count(**{f"{link}_bytes": size})
         start = self.mark()
         stream = lane.stream
+        recorder = self.recorder
         if stream is not None:  # asynchronous already: no thread is needed to queue it
             assert start is not None
             ticket = Ticket()
             with torch.cuda.stream(stream):
                 stream.wait_event(start)
+                began = recorder.mark() if recorder is not None else 0.0
                 for source, destination in pairs:
                     destination.copy_(source, non_blocking=True)
+                if recorder is not None:
+                    recorder.add(link, label, began, recorder.mark(), size)
                 event = torch.cuda.Event()
                 event.record(stream)
             ticket.finish(event)
             return ticket
 
         def job() -> None:
+            began = recorder.mark() if recorder is not None else 0.0
             while pairs:
                 source, destination = pairs.pop()
                 destination.copy_(source)
+            if recorder is not None:
+                recorder.add(link, label, began, recorder.mark(), size)
 
         return lane.submit(job)
 
     # -- SSD tier ----------------------------------------------------------------------------
 
-    def to_ssd(self, source: Tensor, file: StripedFile, offset: int) -> tuple[Ticket, Ticket]:
+    def to_ssd(
+        self, source: Tensor, file: StripedFile, offset: int, label: Label
+    ) -> tuple[Ticket, Ticket]:
         """Write flat device bytes to a file. Returns (source copied, bytes on the SSD)."""
         size = source.numel()
         self.count(d2h_bytes=size, ssd_write_bytes=size)
@@ -237,7 +255,7 @@ class Lanes:
         def job() -> None:
             writes: list[Future[None]] = []
             try:
-                self._write_chunks(held.pop(), file, offset, start, writes)
+                self._write_chunks(held.pop(), file, offset, start, writes, label)
             except BaseException as error:
                 _join(writes)
                 written.fail(error)
@@ -253,6 +271,7 @@ class Lanes:
         offset: int,
         start: torch.cuda.Event | None,
         writes: list[Future[None]],
+        label: Label,
     ) -> None:
         assert self.staging is not None
         stream = self.d2h.stream
@@ -263,10 +282,12 @@ class Lanes:
             chunk = source[begin : begin + step]
             buffer = self.staging.acquire()
             try:
-                buffer[: chunk.numel()].copy_(chunk, non_blocking=True)
+                with self._recorded("d2h", label, chunk.numel()):
+                    buffer[: chunk.numel()].copy_(chunk, non_blocking=True)
                 if stream is not None:
                     stream.synchronize()
                 write = file.submit_pwrite(buffer[: chunk.numel()], offset + begin)
+                self.record_io(write, label, chunk.numel())
             except BaseException:
                 self.staging.release(buffer)
                 raise
@@ -274,7 +295,12 @@ class Lanes:
             writes.append(write)
 
     def from_ssd(
-        self, file: StripedFile, offset: int, destination: Tensor, after: Ticket | None = None
+        self,
+        file: StripedFile,
+        offset: int,
+        destination: Tensor,
+        label: Label,
+        after: Ticket | None = None,
     ) -> Ticket:
         """Read flat device bytes from a file, once `after` (the write of them) has ended."""
         size = destination.numel()
@@ -285,7 +311,7 @@ class Lanes:
         def job() -> None:
             if after is not None:
                 after.synchronize()
-            self._read_chunks(held.pop(), file, offset, start)
+            self._read_chunks(held.pop(), file, offset, start, label)
 
         return self.h2d.submit(job)
 
@@ -295,6 +321,7 @@ class Lanes:
         file: StripedFile,
         offset: int,
         start: torch.cuda.Event | None,
+        label: Label,
     ) -> None:
         assert self.staging is not None
         stream = self.h2d.stream
@@ -318,11 +345,13 @@ class Lanes:
                     except BaseException:
                         self.staging.release(buffer)
                         raise
+                    self.record_io(read, label, size)
                     reads.append((begin, buffer, read))
                 begin, buffer, read = reads[0]
                 read.result()
                 size = min(step, destination.numel() - begin)
-                destination[begin : begin + size].copy_(buffer[:size], non_blocking=True)
+                with self._recorded("h2d", label, size):
+                    destination[begin : begin + size].copy_(buffer[:size], non_blocking=True)
                 if stream is not None:
                     stream.synchronize()
                 reads.popleft()
@@ -331,6 +360,27 @@ class Lanes:
             for _, buffer, read in reads:
                 read.exception()
                 self.staging.release(buffer)
+
+    # -- recording ---------------------------------------------------------------------------
+
+    @contextmanager
+    def _recorded(self, lane: Literal["d2h", "h2d"], label: Label, size: int) -> Iterator[None]:
+        recorder = self.recorder
+        if recorder is None:
+            yield
+            return
+        began = recorder.mark()
+        yield
+        recorder.add(lane, label, began, recorder.mark(), size)
+
+    def record_io(self, io: Future[None], label: Label, size: int) -> None:
+        """Leave a span on the ssd lane, from now to the end of `io`."""
+        recorder = self.recorder
+        if recorder is not None:
+            began = recorder.clock()
+            io.add_done_callback(
+                lambda _: recorder.add("ssd", label, began, recorder.clock(), size)
+            )
 
     def drain(self) -> None:
         """Wait until no transfer is running."""

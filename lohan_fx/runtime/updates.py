@@ -11,6 +11,7 @@ Schedules (LoHan §IV-C, Fig. 3):
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -21,8 +22,10 @@ from torch import Tensor
 from lohan_fx.plan import Schedule
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.lanes import Lane, Lanes, Ticket
+from lohan_fx.runtime.recording import Label
 from lohan_fx.runtime.optimizer import Hyperparameters, snapshot_hyperparameters
 from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, views_of
+from lohan_fx.timeline import Lane as Lane_
 
 
 class Updater:
@@ -98,7 +101,8 @@ class Updater:
                 view = views[i]
                 assert view is not None
                 pairs.append((gradient, view))
-        arrival = self._arrivals[index] = self._lanes.to_host(pairs)
+        label = Label("emit_gradients", states.unit.name)
+        arrival = self._arrivals[index] = self._lanes.to_host(pairs, label)
         if self.schedule == "serial":
             self._held.append((states, views, buffer))
             return
@@ -203,9 +207,9 @@ class Updater:
         first, size = states.update_range
         unit = states.unit
         self._lanes.count(ssd_read_bytes=unit.update_read_bytes)
-        return self._states.file.submit_pread(
-            buffer[first : first + size], states.offset + first
-        )
+        read = self._states.file.submit_pread(buffer[first : first + size], states.offset + first)
+        self._lanes.record_io(read, Label("read_states", unit.name), unit.update_read_bytes)
+        return read
 
     def _read_ahead(self) -> None:
         """Start reading the next units' states into every free buffer."""
@@ -236,6 +240,8 @@ class Updater:
         self._lanes.count(ssd_write_bytes=unit.state_bytes + unit.compute_bytes)
         write = self._states.file.submit_pwrite(buffer[: states.num_bytes], states.offset)
         write.add_done_callback(lambda _: self._ring.release(buffer))
+        size = unit.state_bytes + unit.compute_bytes
+        self._lanes.record_io(write, Label("write_states", unit.name), size)
         if self.schedule == "optimized":
             self._writes.append(write)
         else:
@@ -250,6 +256,9 @@ class Updater:
         masters = views_of(flats.master, slices)
         moments = {name: views_of(flat, slices) for name, flat in flats.moments.items()}
         state = [{name: views[i] for name, views in moments.items()} for i in range(len(slices))]
+        recorder = self._lanes.recorder
+        on_device = states.tier == "device"
+        began = recorder.mark() if recorder and on_device else time.perf_counter()
         if states.mixed:
             optimizer.step_mixed(
                 masters,
@@ -260,6 +269,10 @@ class Updater:
             )
         else:
             optimizer.step(masters, gradients, state, hyperparameters=self._hyperparameters)
+        if recorder is not None:
+            ended = recorder.mark() if on_device else time.perf_counter()
+            lane: Lane_ = "gpu" if on_device else "cpu"
+            recorder.add(lane, Label("update", states.unit.name), began, ended)
 
 
 def _own(gradient: Tensor) -> Tensor:

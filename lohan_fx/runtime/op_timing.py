@@ -1,0 +1,69 @@
+"""Seconds of every op of a program, measured in a real step: the papers' profiling stage.
+
+The halves are interpreted node by node, with a CUDA event (on a CPU device: a clock reading)
+between nodes. What a recompute region runs is not counted; its ops were timed in forward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from lohan_fx.annotate import is_getitem
+
+
+class OpTimer:
+    """Times the ops of the steps that it runs. `seconds()` gives the smallest time of each op.
+
+    The smallest, because waits for the host or for a transfer only ever add.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._stamps: dict[str, list[tuple[Any, Any]]] = {}
+
+    def run(self, half: fx.GraphModule, arguments: list[Any]) -> Any:
+        """What ``half(arguments)`` returns, with every node timed."""
+        runner = _Runner(half, self)
+        given = list(arguments)
+        arguments.clear()
+        return runner.run(*given, enable_io_processing=False)
+
+    def stamp(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, name: str, start: Any, end: Any) -> None:
+        self._stamps.setdefault(name, []).append((start, end))
+
+    def seconds(self) -> Mapping[str, float]:
+        """Op name → seconds."""
+        if self._cuda:
+            torch.cuda.synchronize()
+            return {
+                name: min(a.elapsed_time(b) for a, b in pairs) / 1e3
+                for name, pairs in self._stamps.items()
+            }
+        return {name: min(b - a for a, b in pairs) for name, pairs in self._stamps.items()}
+
+
+class _Runner(fx.Interpreter):
+    def __init__(self, half: fx.GraphModule, timer: OpTimer) -> None:
+        super().__init__(half, garbage_collect_values=True)
+        self._timer = timer
+
+    def run_node(self, n: fx.Node) -> Any:
+        timed = n.op == "call_function" and n.meta.get("lohan") is None and not is_getitem(n)
+        if not timed:
+            return super().run_node(n)
+        start = self._timer.stamp()
+        result = super().run_node(n)
+        self._timer.add(n.name, start, self._timer.stamp())
+        return result

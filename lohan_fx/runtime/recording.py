@@ -1,0 +1,116 @@
+"""Record a real step as a `Timeline`: CUDA events on the lanes' streams, host clocks elsewhere.
+
+Recording is off unless a `Recorder` is attached to the lanes; then every transfer, update and
+stretch of compute between two ops of ours leaves one span.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+
+from lohan_fx.timeline import Lane, Span, StepPhase, Timeline
+
+Stamp = torch.cuda.Event | float
+"""A moment: an event on the stream that was current, or seconds of the host's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a transfer is about: the kind and name of its instruction."""
+
+    kind: str
+    name: str
+
+
+@dataclass(slots=True)
+class _Raw:
+    lane: Lane
+    label: Label
+    start: Stamp
+    end: Stamp
+    num_bytes: int
+    phase: StepPhase
+
+
+class Recorder:
+    """Collects the spans of one step. Thread-safe."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._raw: list[_Raw] = []
+        self._lock = threading.Lock()
+        self._segment: Stamp | None = None
+        self._count = 0
+        self.phase: StepPhase = "forward"
+        if self._cuda:
+            torch.cuda.synchronize()
+        self._base = self.mark()
+        self._base_s = time.perf_counter()
+
+    def mark(self) -> Stamp:
+        """Now, on the current stream (on a CPU device: on the host)."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @staticmethod
+    def clock() -> Stamp:
+        """Now, on the host."""
+        return time.perf_counter()
+
+    def add(
+        self, lane: Lane, label: Label, start: Stamp, end: Stamp, num_bytes: int = 0
+    ) -> None:
+        with self._lock:
+            self._raw.append(_Raw(lane, label, start, end, num_bytes, self.phase))
+
+    # -- the compute lane --------------------------------------------------------------------
+
+    def begin_compute(self) -> None:
+        """Compute goes on from here."""
+        self._segment = self.mark()
+
+    def end_compute(self) -> Stamp:
+        """Compute pauses here, for an op of ours."""
+        now = self.mark()
+        if self._segment is not None:
+            self.add("gpu", Label("compute", f"segment {self._count}"), self._segment, now)
+            self._count += 1
+            self._segment = None
+        return now
+
+    # -- result ------------------------------------------------------------------------------
+
+    def timeline(self, name: str) -> Timeline:
+        """Everything recorded so far, in seconds since the recorder was made."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        with self._lock:
+            raw = list(self._raw)
+        spans = []
+        for r in raw:
+            start, end = self._seconds(r.start), self._seconds(r.end)
+            spans.append(
+                Span(
+                    lane=r.lane,
+                    name=r.label.name,
+                    kind=r.label.kind,
+                    start_s=start,
+                    end_s=max(start, end),
+                    num_bytes=r.num_bytes,
+                    phase=r.phase,
+                )
+            )
+        return Timeline(name=name, spans=tuple(spans))
+
+    def _seconds(self, stamp: Stamp) -> float:
+        if isinstance(stamp, float):
+            return stamp - self._base_s
+        assert isinstance(self._base, torch.cuda.Event)
+        return self._base.elapsed_time(stamp) / 1e3
