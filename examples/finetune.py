@@ -26,14 +26,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 
 import lohan_fx
-from lohan_fx.errors import LohanError, format_bytes
-from lohan_fx.report import hardware_table, moved_cells, plan_parts
+from lohan_fx.errors import LohanError
+from lohan_fx.report import hardware_table, moved_text, plan_parts, short_bytes
 
 SEED = 0
 
@@ -102,9 +104,7 @@ def build(args: argparse.Namespace) -> nn.Module:
         return hf.LlamaForCausalLM(hf.LlamaConfig(intermediate_size=3 * width, **common))
     if args.hf == "bert":
         return hf.BertForMaskedLM(
-            hf.BertConfig(
-                intermediate_size=4 * width, max_position_embeddings=length, **common
-            )
+            hf.BertConfig(intermediate_size=4 * width, max_position_embeddings=length, **common)
         )
     return hf.T5ForConditionalGeneration(
         hf.T5Config(
@@ -216,28 +216,26 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
     losses: list[float] = []
     seconds: list[float] = []
-    columns = ("{task.description}", "loss {task.fields[loss]:.3f}", "{task.fields[moved]}")
-    with Progress(
-        TextColumn(columns[0]),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        *(TextColumn(text) for text in columns[1:]),
-        console=console,
-    ) as bar:
-        task = bar.add_task(args.run, total=args.steps, loss=float("nan"), moved="")
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    task = bar.add_task(f"{args.run:>8}", total=args.steps)
+    state = Text()
 
-        def on_step(loss: float, step_s: float) -> None:
-            losses.append(loss)
-            seconds.append(step_s)
-            moved = [
-                f"{args.batch * args.length / step_s:,.0f} tokens/s",
-                f"peak {format_bytes(memory.peak_bytes)}",
-            ]
-            if compiled is not None:
-                moved += [f"{what} {size}" for what, size in moved_cells(compiled.counters)]
-            bar.update(task, advance=1, loss=loss, moved=", ".join(moved))
+    def on_step(loss: float, step_s: float) -> None:
+        losses.append(loss)
+        seconds.append(step_s)
+        bar.advance(task)
+        lines = [
+            f"loss {loss:.4f}, {args.batch * args.length / step_s:,.0f} tokens/s, "
+            f"peak memory {short_bytes(memory.peak_bytes)}"
+        ]
+        if compiled is not None:
+            lines.append(f"moved: {moved_text(compiled.counters)}")
+        state.plain = "\n".join(f"{'':8} {line}" for line in lines)
 
+    with Live(Group(bar, state), console=console):
         train(model, optimizer, data, on_step)
+    if not console.is_terminal:
+        console.print()  # rich ends a live display with a new line on terminals only
 
     peak_bytes = memory.peak_bytes
     weights = hashlib.sha256()
@@ -286,8 +284,8 @@ def compare(
     table.add_row("median speed", speed(plain), speed(ours), "")
     table.add_row(
         "peak memory",
-        format_bytes(plain["peak_bytes"]),
-        format_bytes(ours["peak_bytes"]),
+        short_bytes(plain["peak_bytes"]),
+        short_bytes(ours["peak_bytes"]),
         f"{share:.0%}",
     )
     return table, same_losses and same_weights
@@ -296,7 +294,7 @@ def compare(
 def parse() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     p.add_argument("--hf", choices=("gpt2", "llama", "bert", "t5"), help="a transformers model")
-    p.add_argument("--steps", type=int, default=8)
+    p.add_argument("--steps", type=int, default=6)
     p.add_argument("--batch", type=int, default=4)
     p.add_argument("--length", type=int, default=256, help="bytes in a sequence")
     p.add_argument("--layers", type=int, default=18)
@@ -304,7 +302,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--strategy", default="lohan")
     p.add_argument("--device-memory", default="160MiB", help="budget of the device tier")
     p.add_argument("--host-memory", default="240MiB", help="budget of the host tier")
-    p.add_argument("--ssd-space", default="1GiB", help="budget of the SSD tier")
+    p.add_argument("--ssd-space", default="900MiB", help="budget of the SSD tier")
     p.add_argument("--ssd", type=Path, help="directory of the SSD tier; temporary if absent")
     p.add_argument("--run", choices=("lohan_fx", "plain"), help=argparse.SUPPRESS)
     p.add_argument("--hw", help=argparse.SUPPRESS)

@@ -5,16 +5,18 @@ Nothing else in the package imports a name with a leading underscore from torch.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import logging
+import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -27,8 +29,10 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "BufferAOTInput",
@@ -37,24 +41,33 @@ __all__ = [
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
+    "LazyGraphModule",
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
-    "Unsupported",
-    "UserError",
     "boxed",
+    "data_dependent_node",
     "dynamo_capture",
     "export_joint",
     "fake_mode",
+    "is_wrapper_subclass",
     "storage_key",
+    "unfused_rnn",
+    "user_frames",
     "version_of",
 ]
 
+LazyGraphModule = _LazyGraphModule
+"""A GraphModule that generates and compiles its Python code when it is first called."""
+
 
 def fake_mode() -> FakeTensorMode:
-    """A fake mode that Dynamo and AOTAutograd can both trace under (it has a ShapeEnv)."""
-    return FakeTensorMode(shape_env=ShapeEnv())
+    """A fake mode that Dynamo and AOTAutograd can both trace under.
+
+    It has a ShapeEnv, and takes real tensors that a forward finds in attributes and globals.
+    """
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -73,41 +86,76 @@ def _logger_methods() -> set[Callable[..., Any]]:
 
 
 @contextlib.contextmanager
-def _quiet_metrics() -> Iterator[None]:
-    """Torch 2.11 cannot put a set of functions into its metrics, and logs that at length."""
-    log = logging.getLogger("torch._dynamo.metrics_context")
-    before = log.disabled
-    log.disabled = True
+def _silent(name: str) -> Iterator[None]:
+    """Switch a logger off."""
+    logger = logging.getLogger(name)
+    before = logger.disabled
+    logger.disabled = True
     try:
         yield
     finally:
-        log.disabled = before
+        logger.disabled = before
 
 
 @dataclass(frozen=True, slots=True)
 class DynamoCapture:
     """What Dynamo captured: a module that returns a flat tuple, and how to build the rest.
 
-    `output_values[i]` is the example (fake) value of flat output i. `unflatten(flat, args)`
-    builds the structure that the user's forward returns; `args` are bound positionally in
-    the order of `argument_names`.
+    `inputs` are the tensors behind the graph's placeholders: the fakes of parameters, buffers and
+    arguments, and real tensors that forward found elsewhere. `output_values[i]` is the example
+    (fake) value of flat output i. `unflatten(flat, arguments)`
+    builds the structure that the user's forward returns; `arguments` are the values of args and
+    then kwargs, in the order of the capture. `side_effects` names the Python state that forward
+    changes; it changed once, while tracing.
     """
 
     module: fx.GraphModule
-    argument_names: tuple[str, ...]
+    inputs: tuple[Any, ...]
     unflatten: Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
     output_values: tuple[Any, ...]
+    side_effects: tuple[str, ...]
 
-    def detach_outputs(self, indices: Sequence[int]) -> None:
-        """Cut flat outputs off from autograd, so that they cost no tangents."""
+    def isolate_outputs(self, differentiable: Container[int]) -> None:
+        """Give each flat output its own place in autograd.
+
+        The others than `differentiable` are detached, so that they cost no tangent. Aliases are
+        copied where an alias would lose something: a differentiable output that shares its
+        storage with an input or with another output (AOTAutograd would trace no gradient through
+        it), and any view of a parameter (whose memory comes and goes).
+        """
         graph = self.module.graph
-        node = graph.output_node()
-        flat = list(node.args[0])  # type: ignore[arg-type]
-        with graph.inserting_before(node):
-            for i in indices:
-                flat[i] = graph.call_method("detach", (flat[i],))
-        node.args = (tuple(flat),)
+        output = graph.output_node()
+        flat: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+        values = self.output_values
+        tensors = {i: v for i, v in enumerate(values) if isinstance(v, torch.Tensor)}
+        inputs = [
+            (storage_key(v), actual)
+            for n, actual in zip(graph.find_nodes(op="placeholder"), self.inputs, strict=True)
+            if isinstance(v := n.meta["example_value"], torch.Tensor)
+        ]
+        parameters = {key for key, actual in inputs if isinstance(actual, nn.Parameter)}
+        shared = Counter(storage_key(v) for v in tensors.values())
+        shared.update(key for key, _ in inputs)
+        with graph.inserting_before(output):
+            for i, value in tensors.items():
+                key = storage_key(value)
+                if i not in differentiable and value.requires_grad:
+                    flat[i] = graph.call_method("detach", (flat[i],))
+                if key in parameters or (i in differentiable and shared[key] > 1):
+                    flat[i] = graph.call_method("clone", (flat[i],))
+        output.args = (tuple(flat),)
         self.module.recompile()
+
+    def written_outside(self) -> fx.Node | None:
+        """A placeholder that forward writes into in place although it is a real tensor."""
+        for node, actual in zip(
+            self.module.graph.find_nodes(op="placeholder"), self.inputs, strict=True
+        ):
+            value = node.meta["example_value"]
+            if isinstance(actual, torch.Tensor) and not isinstance(actual, FakeTensor):
+                if version_of(value) > 0:
+                    return node
+        return None
 
 
 def dynamo_capture(
@@ -118,7 +166,6 @@ def dynamo_capture(
     Raises:
         torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError: at a graph break.
     """
-    torch._dynamo.reset()
     config = torch._dynamo.config.patch(
         ignore_logging_functions=_logger_methods(),
         allow_rnn=True,
@@ -126,25 +173,88 @@ def dynamo_capture(
         automatic_dynamic_shapes=False,
         specialize_float=True,
     )
-    with config, _quiet_metrics(), warnings.catch_warnings():
-        # Dynamo warns of Python side effects that it saw (output recorders, counters); they
-        # happened while tracing and have no part in the numbers.
-        warnings.simplefilter("ignore")
+    # torch 2.11 logs an error of its own: its statistics cannot hold the set of functions above.
+    statistics = _silent("torch._dynamo.metrics_context")
+    with config, statistics, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         gm = dynamo_graph_capture_for_export(module)(*args, **kwargs)
+    # The bytecode that rebuilds the return value may look into the module: let it see what the
+    # module holds at that time, not what it held while tracing.
+    gm._parameters, gm._buffers = module._parameters, module._buffers
     codegen: Any = gm.graph._codegen
-    unflatten = codegen.dynamo_bytecode_unflatten
-    names = tuple(codegen.orig_arg_names)
+    flatten, unflatten = codegen.dynamo_bytecode_flatten, codegen.dynamo_bytecode_unflatten
+    for function in (flatten, unflatten):  # torch 2.11 forgets that globals fall back to builtins
+        function.f_globals = {**vars(builtins), **function.f_globals}
+    inputs = flatten(*args, *kwargs.values())
     codegen.generate_output = lambda output_args, **_: (
         f"return ({', '.join(repr(a) for a in output_args)},)"
     )
     codegen.process_outputs = tuple
     gm.recompile()
-    flat = gm.graph.output_node().args[0]
+    flat: Any = gm.graph.output_node().args[0]
     values = tuple(
         n.meta.get("example_value", n.meta.get("val")) if isinstance(n, fx.Node) else n
-        for n in flat  # type: ignore[union-attr]
+        for n in flat
     )
-    return DynamoCapture(gm, names, unflatten, values)
+    return DynamoCapture(gm, tuple(inputs), unflatten, values, _side_effects(said))
+
+
+def _side_effects(said: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:
+    """Sources in Dynamo's warning of side effects, e.g. ``L['self']._buffers``."""
+    texts = [str(w.message) for w in said if "side effects happened" in str(w.message)]
+    return tuple(s for text in texts for s in re.findall(r'"(L\[[^"]*|G\[[^"]*)"', text))
+
+
+def data_dependent_node(module: fx.GraphModule) -> fx.Node | None:
+    """The first node of a Dynamo graph whose size or value is known only when it has run."""
+    for node in module.graph.nodes:
+        value = node.meta.get("example_value")
+        if value is not None and free_unbacked_symbols(value):
+            assert isinstance(node, fx.Node)
+            return node
+    return None
+
+
+Frame = tuple[str, int, str, str]
+"""(file, line, function, code) of one entry of a stack."""
+
+
+def frames_in(text: str) -> list[Frame]:
+    """The stack that a text quotes, outermost first."""
+    found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)', text)
+    return [(file, int(line), function, code) for file, line, function, code in found]
+
+
+def user_frames(error: BaseException) -> list[Frame]:
+    """The traced code that an error is about, outermost first.
+
+    Dynamo attaches the stack of the code that it traced; errors of later stages quote it in
+    their text.
+    """
+    stack = getattr(error, "real_stack", None)
+    if stack:
+        return [(f.filename, f.lineno or 0, f.name, (f.line or "").strip()) for f in stack]
+    return frames_in(str(error))
+
+
+@contextlib.contextmanager
+def unfused_rnn(module: nn.Module) -> Iterator[None]:
+    """Trace recurrent layers as their cells, if there are any.
+
+    The fused kernels of oneDNN and cuDNN pass a workspace to backward whose size only the
+    kernel knows; no plan could count or move it.
+    """
+    if not any(isinstance(m, nn.RNNBase) for m in module.modules()):
+        yield
+        return
+    mkldnn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(mkldnn)
+        torch._C._set_cudnn_enabled(cudnn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +275,11 @@ def export_joint(
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
         gm = joint.graph_module
         yield JointExport(gm, tuple(gm.graph.output_node().meta["desc"]))
+
+
+def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is made of other tensors (DTensor, quantized tensors, ...)."""
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def boxed(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:

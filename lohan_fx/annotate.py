@@ -23,10 +23,11 @@ from torch.utils.flop_counter import (
 )
 
 from lohan_fx._compat import storage_key
-from lohan_fx.capture import Captured, is_random
+from lohan_fx.capture import Captured, dense_stride, is_random, op_name
 from lohan_fx.errors import CaptureError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.workload import Op, Unit, Value, Workload
+from lohan_fx.workspace import workspace_bytes
 
 ALIGNMENT_BYTES = 256
 """Offsets of parameters inside a unit's flat buffers are multiples of this."""
@@ -272,18 +273,6 @@ class UnitLayout:
     trains: bool
 
 
-def _is_dense(p: torch.Tensor) -> bool:
-    """Strides are a permutation of contiguous ones: the storage holds exactly numel elements."""
-    expected = 1
-    for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def unit_layouts(
     model: nn.Module, trained: Iterable[str], layout: StateLayout
 ) -> tuple[UnitLayout, ...]:
@@ -311,10 +300,13 @@ def unit_layouts(
         slices = []
         end = 0
         for fqn, p in members:
-            stride = tuple(p.stride()) if _is_dense(p) else tuple(p.contiguous().stride())
             slices.append(
                 Slice(
-                    name=fqn, offset=end, numel=p.numel(), shape=tuple(p.shape), stride=stride
+                    name=fqn,
+                    offset=end,
+                    numel=p.numel(),
+                    shape=tuple(p.shape),
+                    stride=dense_stride(p),
                 )
             )
             end += -(-p.numel() // step) * step
@@ -458,6 +450,7 @@ def _op(
         bytes_read=bytes_read,
         bytes_written=bytes_written,
         seconds=seconds,
+        scratch_bytes=workspace_bytes(node),
         recomputable=not (is_random(node) or node.is_impure()),
     )
     made = [

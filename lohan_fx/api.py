@@ -17,6 +17,7 @@ from lohan_fx.planners import Planner, PlannerOptions, get
 from lohan_fx.printing import ProgramModule
 from lohan_fx.profiling import profile_hardware
 from lohan_fx.report import report_text
+from lohan_fx.runtime.malloc import return_freed_memory
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -109,6 +110,8 @@ def compile(
         dtype = torch.bfloat16 if on_gpu else None
     if dtype is not None and optimizer is None:
         raise LohanError("dtype= needs optimizer=: without one there are no masters to update")
+    if device.type == "cpu":
+        return_freed_memory()
     compiled = CompiledModel(
         model,
         optimizer,

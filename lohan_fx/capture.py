@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import logging
 import re
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,6 +25,8 @@ from torch.utils import _pytree as pytree
 
 from lohan_fx import _compat
 from lohan_fx.errors import CaptureError
+
+logger = logging.getLogger("lohan_fx")
 
 Outputs = Literal["auto", "all"] | Sequence[str]
 
@@ -58,8 +64,8 @@ class Captured:
 
     `graph` is functional: placeholders in the order of `inputs`, one flat output tuple in the
     order of `outputs`; nodes of the forward come before those of the backward, which carry
-    ``meta["phase"] == "backward"``. `flat_outputs` holds what forward returns besides tensors of
-    the graph (constants), `unflatten` builds the user's structure from a flat tuple.
+    ``meta["phase"] == "backward"``. `differentiable` are the flat outputs that get a tangent;
+    `unflatten(flat outputs, args, kwargs)` builds what the user's forward returns.
     """
 
     graph: fx.GraphModule
@@ -85,7 +91,7 @@ class Captured:
         for node in graph.nodes:
             if "root" in node.meta:
                 node.meta["root"] = new[node.meta["root"]]
-        return dataclasses.replace(self, graph=fx.GraphModule(self.graph, graph))
+        return dataclasses.replace(self, graph=_compat.LazyGraphModule(self.graph, graph))
 
     @property
     def has_backward(self) -> bool:
@@ -119,27 +125,77 @@ def capture(
         CaptureError: a graph break or an unsupported construct; names the module and the line.
     """
     kwargs = dict(kwargs or {})
+    device = torch.device(device)
+    _check_memory(model)
     mode = _compat.fake_mode()
-    with _fake_state(model, mode, torch.device(device), dtype, grad):
-        fake_args, fake_kwargs = _fake_inputs(mode, args, kwargs, torch.device(device), dtype, grad)
-        grad_context = torch.enable_grad() if grad else torch.no_grad()
+    with (
+        _fake_state(model, mode, device, dtype, grad),
+        _compat.unfused_rnn(model),
+        torch.set_grad_enabled(grad),
+    ):
         try:
-            with grad_context:
-                dynamo = _compat.dynamo_capture(model, fake_args, fake_kwargs)
-                diff = _differentiable(dynamo, outputs, len(fake_args), fake_kwargs) if grad else ()
-                dynamo.detach_outputs(
-                    [
-                        i
-                        for i, v in enumerate(dynamo.output_values)
-                        if i not in diff and isinstance(v, torch.Tensor) and v.requires_grad
-                    ]
-                )
-                with _compat.export_joint(dynamo.module, fake_args, fake_kwargs) as joint:
-                    return _normalize(model, dynamo, joint, diff, dtype)
+            fake_args, fake_kwargs = _fake_inputs(mode, args, kwargs, device, dtype, grad)
+            dynamo = _compat.dynamo_capture(model, fake_args, fake_kwargs)
+            _check_dynamo(model, dynamo)
+            arguments = (*fake_args, *fake_kwargs.values())
+            chosen = _differentiable(dynamo, outputs, arguments) if grad else ()
+            dynamo.isolate_outputs(chosen)
+            with _compat.export_joint(dynamo.module, fake_args, fake_kwargs) as joint:
+                captured = _normalize(model, dynamo, joint, chosen, dtype, tuple(kwargs))
         except CaptureError:
             raise
         except Exception as error:
             raise CaptureError(_explain(model, error)) from error
+    _check_buffers(model, captured, dynamo.side_effects)
+    return captured
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Refuse parameters that are not plain tensors with memory of their own.
+
+    They get new memory in the tiers; whatever shared the old one would silently part from them.
+    """
+    held: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, t in tensors.items():
+        if _compat.is_wrapper_subclass(t) or t.layout != torch.strided:
+            raise CaptureError(f"{name} is a {type(t).__name__} ({t.layout}), not a plain tensor")
+        start = t.storage_offset() * t.element_size()
+        span = sum((n - 1) * k for n, k in zip(t.shape, t.stride(), strict=True)) + 1
+        end = start + (span * t.element_size() if t.numel() else 0)
+        for first, last, other, u in held.setdefault(_compat.storage_key(t), []):
+            trains = any(isinstance(x, nn.Parameter) and x.requires_grad for x in (t, u))
+            if trains and start < last and first < end:
+                raise CaptureError(
+                    f"parameters {other} and {name} are different tensors over the same memory: "
+                    "tie them by assigning one Parameter under both names"
+                )
+        held[_compat.storage_key(t)].append((start, end, name, t))
+
+
+def _check_dynamo(model: nn.Module, dynamo: _compat.DynamoCapture) -> None:
+    """Refuse what the joint graph would silently get wrong or could not trace."""
+    node = _compat.data_dependent_node(dynamo.module)
+    if node is not None:
+        where = _where(model, _compat.frames_in(node.meta.get("stack_trace") or ""))
+        raise CaptureError(
+            f"cannot capture {type(model).__name__} as one graph{where}\n  the size or value of "
+            f"what {op_name(node)} returns depends on data; lohan_fx plans memory before the step "
+            "runs and needs fixed shapes"
+        )
+    node = dynamo.written_outside()
+    if node is not None:
+        raise CaptureError(
+            f"forward of {type(model).__name__} writes into {node.name} in place, a tensor that "
+            "is neither an input nor registered with a module: make it a buffer"
+        )
+    changed = [s for s in dynamo.side_effects if re.fullmatch(r"L\['\w+'\](\._modules\[.*\])?", s)]
+    if changed:
+        logger.warning(
+            "lohan_fx: forward sets attributes of %s: that happens while tracing, not in every "
+            "step. State that must change in every step belongs into a buffer, written in place",
+            ", ".join(changed),
+        )
 
 
 @contextlib.contextmanager
@@ -160,9 +216,12 @@ def _fake_state(
         found = memo.get(id(tensor))
         if found is None:
             to = dtype if cast and dtype is not None and tensor.is_floating_point() else None
+            stride = tensor.stride()
+            if isinstance(tensor, nn.Parameter):
+                stride = dense_stride(tensor)
             with mode:
                 empty = torch.empty_strided(
-                    tensor.size(), tensor.stride(), dtype=to or tensor.dtype, device=device
+                    tensor.size(), stride, dtype=to or tensor.dtype, device=device
                 )
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, requires_grad=tensor.requires_grad and grad)
@@ -208,7 +267,7 @@ def _fake_inputs(
 
 
 def _differentiable(
-    dynamo: _compat.DynamoCapture, outputs: Outputs, num_args: int, kwargs: Mapping[str, Any]
+    dynamo: _compat.DynamoCapture, outputs: Outputs, arguments: tuple[Any, ...]
 ) -> tuple[int, ...]:
     """Indices of the flat outputs that get a tangent."""
     values = dynamo.output_values
@@ -224,7 +283,7 @@ def _differentiable(
         )
     if outputs == "all":
         return tuple(wants)
-    names = _top_level_names(dynamo)
+    names = _top_level_names(dynamo, arguments)
     if outputs == "auto":
         scalars = [i for i in wants if values[i].numel() == 1]
         losses = [i for i in scalars if names.get(i) == "loss"]
@@ -244,10 +303,12 @@ def _differentiable(
     return tuple(chosen)
 
 
-def _top_level_names(dynamo: _compat.DynamoCapture) -> dict[int, str]:
+def _top_level_names(
+    dynamo: _compat.DynamoCapture, arguments: tuple[Any, ...]
+) -> dict[int, str]:
     """Flat output index → key, attribute or position at the top of the returned structure."""
     marks = tuple(torch.empty(0) for _ in dynamo.output_values)
-    built = dynamo.unflatten(marks, (None,) * len(dynamo.argument_names))
+    built = dynamo.unflatten(marks, arguments)
     if isinstance(built, torch.Tensor):
         return {i: "output" for i, m in enumerate(marks) if m is built}
     if isinstance(built, Mapping):
@@ -270,17 +331,17 @@ def _input_role(desc: Any) -> InputRole:
         return InputRole(kind="buffer", target=desc.target)
     if isinstance(desc, _compat.PlainAOTInput):
         return InputRole(kind="input", index=desc.idx)
-    if isinstance(desc, _compat.TangentAOTInput) and isinstance(
-        desc.output, _compat.PlainAOTOutput
-    ):
-        return InputRole(kind="tangent", index=desc.output.idx)
+    if isinstance(desc, _compat.TangentAOTInput):
+        if isinstance(desc.output, _compat.PlainAOTOutput):
+            return InputRole(kind="tangent", index=desc.output.idx)
+        if isinstance(desc.output, _compat.InputMutationAOTOutput):
+            raise _written(_input_role(desc.output.mutated_input))
     raise CaptureError(
-        f"the captured step has an input of a kind that lohan_fx does not know: {desc!r} "
-        "(tensor subclasses and outputs that are views of inputs are not supported)"
+        f"the captured step has an input of a kind that lohan_fx does not know: {desc!r}"
     )
 
 
-def _output_role(desc: Any) -> OutputRole | None:
+def _output_role(desc: Any) -> OutputRole:
     if isinstance(desc, _compat.PlainAOTOutput):
         return OutputRole(kind="output", index=desc.idx)
     if isinstance(desc, _compat.GradAOTOutput):
@@ -288,8 +349,20 @@ def _output_role(desc: Any) -> OutputRole | None:
         return OutputRole(kind="gradient", target=of.target, index=of.index)
     if isinstance(desc, _compat.InputMutationAOTOutput):
         of = _input_role(desc.mutated_input)
+        if of.kind == "parameter":
+            raise _written(of)
         return OutputRole(kind="mutation", target=of.target, index=of.index)
-    return None
+    raise CaptureError(
+        f"the captured step has an output of a kind that lohan_fx does not know: {desc!r}"
+    )
+
+
+def _written(role: InputRole) -> CaptureError:
+    what = f"{role.kind} {role.target}" if role.target else f"input {role.index}"
+    return CaptureError(
+        f"forward writes into {what} in place: it is part of what the step differentiates, and "
+        "parameters and inputs that need a gradient must not change in forward"
+    )
 
 
 def placeholder_name(role: InputRole) -> str:
@@ -305,53 +378,112 @@ def _normalize(
     joint: _compat.JointExport,
     differentiable: tuple[int, ...],
     dtype: torch.dtype | None,
+    keywords: tuple[str, ...],
 ) -> Captured:
     """Copy the joint graph: forward nodes first, readable placeholders, only known outputs."""
     source = joint.module.graph
-    roles: list[InputRole] = []
     outputs: list[OutputRole] = []
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in source.find_nodes(op="placeholder"):
+        if "val" not in node.meta:  # a constant among the arguments: traced in
+            continue
         role = _input_role(node.meta.get("desc"))
         made = graph.placeholder(placeholder_name(role))
         made.meta = {"val": node.meta["val"], "role": role, "phase": _phase(node)}
         env[node] = made
-        roles.append(role)
     body = [n for n in source.nodes if n.op not in ("placeholder", "output")]
     for node in sorted(body, key=lambda n: _phase(n) == "backward"):  # stable
         made = graph.node_copy(node, env.__getitem__)
         made.meta["phase"] = _phase(node)
+        _check_layout(made)
         env[node] = made
     returned: list[Any] = []
-    seen: dict[int, Any] = {}
-    flat = source.output_node().args[0]
-    for value, desc in zip(flat, joint.output_descriptors, strict=True):  # type: ignore[arg-type]
-        out_role = _output_role(desc)
-        if out_role is None or (value is None and out_role.kind == "gradient"):
+    flat: Any = source.output_node().args[0]
+    for value, desc in zip(flat, joint.output_descriptors, strict=True):
+        if value is None and (desc is None or isinstance(desc, _compat.GradAOTOutput)):
             continue
-        if out_role.kind == "output":
-            seen[out_role.index] = value
-        outputs.append(out_role)
+        outputs.append(_output_role(desc))
         returned.append(env[value] if isinstance(value, fx.Node) else value)
     graph.output(tuple(returned))
     _drop_dead(graph)
-    module = fx.GraphModule(_constants(joint.module, graph), graph)
-    kept = [n for n in graph.find_nodes(op="placeholder")]
+    inputs = tuple(n.meta["role"] for n in graph.find_nodes(op="placeholder"))
     num_outputs = len(dynamo.output_values)
-    absent = [i for i in range(num_outputs) if i not in seen]
-    if absent:
-        raise CaptureError(f"flat outputs {absent} of the model are not in the captured graph")
+    _check_roles(inputs, outputs, num_outputs, differentiable)
     return Captured(
-        graph=module,
-        inputs=tuple(n.meta["role"] for n in kept),
+        graph=_compat.LazyGraphModule(_constants(joint.module, graph), graph),
+        inputs=inputs,
         outputs=tuple(outputs),
         num_outputs=num_outputs,
         differentiable=differentiable,
-        unflatten=_Unflatten(dynamo.unflatten, dynamo.argument_names),
+        unflatten=_Unflatten(dynamo.unflatten, keywords),
         compute_dtype=dtype,
         first_names=first_names(model),
     )
+
+
+def _check_layout(node: fx.Node) -> None:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        raise CaptureError(
+            f"{op_name(node)} makes a tensor of layout {value.layout}: lohan_fx moves "
+            "strided tensors only (an embedding with sparse=True has a sparse gradient)"
+        )
+
+
+def _check_roles(
+    inputs: Sequence[InputRole],
+    outputs: Sequence[OutputRole],
+    num_outputs: int,
+    differentiable: Sequence[int],
+) -> None:
+    """What the runtime takes for granted of a captured graph."""
+    absent = set(range(num_outputs)) - {r.index for r in outputs if r.kind == "output"}
+    if absent:
+        raise CaptureError(
+            f"flat outputs {sorted(absent)} of the model are not in the captured graph"
+        )
+    tangents = {r.index for r in inputs if r.kind == "tangent"}
+    if tangents != set(differentiable):
+        raise CaptureError(
+            f"flat outputs {sorted(set(differentiable) ^ tangents)} of the model take part in "
+            "the loss, but autograd traces nothing through them"
+        )
+
+
+def _check_buffers(model: nn.Module, captured: Captured, side_effects: Sequence[str]) -> None:
+    """Refuse updates of buffers that the graph does not hold: they would be lost silently."""
+    changed = {r.target for r in captured.outputs if r.kind == "mutation"}
+    memory: dict[int, str] = {}
+    for name, buffer in model.named_buffers():
+        other = memory.setdefault(_compat.storage_key(buffer), name)
+        if other != name and {name, other} & changed:
+            raise CaptureError(
+                f"forward writes into buffers {other} and {name}, which share memory: register "
+                "one of them and make the other a property"
+            )
+    read = {r.target for r in captured.inputs if r.kind == "buffer"}
+    for source in (s for s in side_effects if s.endswith(("._buffers", "._parameters"))):
+        path = ".".join(re.findall(r"_modules\['([^']+)'\]", source))
+        prefix = f"{path}." if path else ""
+        own = {prefix + name for name in model.get_submodule(path)._buffers}
+        written = own & changed and not own & read - changed  # in place, and assigned to itself
+        if not written or source.endswith("._parameters"):
+            raise CaptureError(
+                f"forward assigns a new tensor to a registered name of module "
+                f"{path or '(the model itself)'} ({', '.join(sorted(own & read) or sorted(own))}):"
+                " write into the tensor in place (buffer.copy_(...))"
+            )
+
+
+def dense_stride(p: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a parameter in its unit's flat buffer: its own, if they leave no gaps."""
+    expected = 1
+    for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return torch.empty(p.shape, device="meta").stride()
+        expected *= size
+    return tuple(p.stride())
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
@@ -365,16 +497,15 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Unflatten:
-    """Bind (args, kwargs) to the forward's argument order, then rebuild its return value."""
+    """Put args and kwargs in the order of the capture, then rebuild forward's return value."""
 
     rebuild: Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
-    argument_names: tuple[str, ...]
+    keywords: tuple[str, ...]
 
     def __call__(
         self, flat: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        bound = args + tuple(kwargs[n] for n in self.argument_names[len(args) :])
-        return self.rebuild(flat, bound)
+        return self.rebuild(flat, (*args, *(kwargs[name] for name in self.keywords)))
 
 
 def _phase(node: fx.Node) -> str:
@@ -432,25 +563,71 @@ def _constants(source: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:
     return found
 
 
+def op_name(node: fx.Node) -> str:
+    """What a node calls, for people: ``aten.addmm``, ``mul``, ``getitem``."""
+    if isinstance(node.target, str):
+        return node.target
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target).removesuffix(".default")
+    return getattr(node.target, "__name__", str(node.target))
+
+
 def _explain(model: nn.Module, error: Exception) -> str:
-    """One message: what broke, in which module, at which line of user code, what to do."""
+    """One message: in which module, at which line of user code, what broke, what to do."""
+    frames = _compat.user_frames(error) or [
+        (f.filename, f.lineno or 0, f.name, f.line or "")
+        for f in traceback.extract_tb(error.__traceback__)
+    ]
     text = str(error).strip()
-    head = text.splitlines()[0] if text else type(error).__name__
-    where = ""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)', text)
-    if not frames:
-        frames = [
-            (f.filename, str(f.lineno), f.name, f.line or "")
-            for f in traceback.extract_tb(error.__traceback__)
-            if "/torch/" not in f.filename and "lohan_fx" not in f.filename
-        ]
-    if frames:
-        file, line, function, code = frames[-1]
-        where = f"\n  at {file}:{line} in {function}: {code.strip()}"
-    hints = re.findall(r"Hint: (.*)", text)
-    advice = f"\n  hint: {hints[0]}" if hints else ""
+    what = text.splitlines()[0] if text else type(error).__name__
+    for label in ("Explanation", "Developer debug context"):
+        if found := re.search(rf"{label}: *(\S.*)", text):
+            what += f"\n  {found[1]}"
+    hint = re.search(r"Hint: (.*)", text)
+    advice = f"\n  hint: {hint[1]}" if hint else ""
     return (
-        f"cannot capture {type(model).__name__} as one graph: {head}{where}{advice}\n"
+        f"cannot capture {type(model).__name__} as one graph{_where(model, frames)}\n"
+        f"  {what}{advice}\n"
         "  lohan_fx needs a forward without graph breaks: no data-dependent Python control flow, "
         "no calls that Dynamo cannot trace"
     )
+
+
+def _where(model: nn.Module, frames: Sequence[_compat.Frame]) -> str:
+    """The innermost module whose forward is on the stack, and the line of user code."""
+    inside: list[tuple[str, nn.Module]] = []
+    for frame in frames:  # outermost first: each forward narrows the choice
+        under = tuple(f"{name}." if name else "" for name, _ in inside) or ("",)
+        found = [
+            (name, module)
+            for name, module in model.named_modules()
+            if name.startswith(under) and _runs(module, frame)
+        ]
+        inside = found or inside
+    text = ""
+    if inside:
+        name, module = inside[0]
+        more = f", or {len(inside) - 1} more of its kind" if len(inside) > 1 else ""
+        text = f"\n  in module {name or '(the model itself)'} ({type(module).__name__}{more})"
+    user = [f for f in frames if not _is_foreign(f[0])]
+    if user:
+        file, line, function, code = user[-1]
+        text += f"\n  at {file}:{line} in {function}: {code.strip()}"
+    return text
+
+
+def _runs(module: nn.Module, frame: _compat.Frame) -> bool:
+    """Whether the frame is in the module's forward."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or code.co_filename != frame[0]:
+        return False
+    lines = [line for _, _, line in code.co_lines() if line is not None]
+    return bool(lines) and min(lines) <= frame[1] <= max(lines)
+
+
+def _is_foreign(file: str) -> bool:
+    """Whether a file is no user code: PyTorch, this package, or the standard library."""
+    roots = [str(Path(torch.__file__).parent), str(Path(__file__).parent)]
+    library = sysconfig.get_paths()["stdlib"]
+    packages = "site-packages" in file or "dist-packages" in file
+    return any(file.startswith(r) for r in roots) or (file.startswith(library) and not packages)

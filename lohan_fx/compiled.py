@@ -39,7 +39,7 @@ from lohan_fx.runtime.executor import Executor
 from lohan_fx.runtime.lanes import Counters, Lanes
 from lohan_fx.runtime.op_timing import OpTimer
 from lohan_fx.runtime.ops import engines
-from lohan_fx.runtime.recording import Label, Recorder
+from lohan_fx.runtime.recording import Recorder
 from lohan_fx.runtime.optimizer import UnitOptimizer, check_supported
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates
@@ -497,7 +497,8 @@ class CompiledModel:
             began = recorder.mark()
         self.memory.updater.join()
         if recorder is not None:
-            recorder.add("gpu", Label("join", "optimizer.step"), began, recorder.mark())
+            label = self.memory.lanes.label("join", "optimizer.step")
+            recorder.add("gpu", label, began, recorder.mark())
 
     @contextmanager
     def time_ops(self) -> Iterator[OpTimer]:

@@ -59,7 +59,9 @@ class Demand:
     `swapped_ssd_bytes` αA_G2M; the fetches and `gradient_bytes` are 2P each; an SSD unit reads
     2P of compute copy in both stages and 12P of states in backward, and writes 14P back.
     `num_cpu_params` are updated on the CPU; `device_update_bytes` is the memory traffic of
-    updates of device-resident units.
+    updates of device-resident units. What the device itself reads of host memory and writes to
+    it (`direct_…`) takes its time and the link's; `direct_gradient_bytes` are a part of
+    `gradient_bytes`.
     """
 
     forward_flops: int = 0
@@ -79,6 +81,9 @@ class Demand:
     ssd_state_write_bytes: int = 0
     num_cpu_params: int = 0
     device_update_bytes: int = 0
+    direct_forward_bytes: int = 0
+    direct_backward_bytes: int = 0
+    direct_gradient_bytes: int = 0
 
     def with_activations(
         self, *, recompute_flops: int, recompute_s: float, swapped_bytes: int, available_bytes: int
@@ -174,14 +179,15 @@ class _Rates:
 
 def _forward_terms(rates: _Rates, d: Demand) -> dict[str, float]:
     """The four terms of Eq. 2 (and the duplex rate)."""
+    incoming = d.fetch_forward_bytes + d.direct_forward_bytes
     terms = {
-        "gpu": rates.compute(d.forward_flops, d.forward_s),
+        "gpu": rates.compute(d.forward_flops, d.forward_s) + rates.h2d(d.direct_forward_bytes),
         "g2m": rates.d2h(d.swapped_bytes),
-        "m2g": rates.h2d(d.fetch_forward_bytes),
+        "m2g": rates.h2d(incoming),
         "ssd": rates.ssd_read(d.ssd_fetch_forward_bytes) + rates.ssd_write(d.swapped_ssd_bytes),
     }
     if rates.options.duplex_limit:
-        terms["duplex"] = rates.duplex(d.swapped_bytes + d.fetch_forward_bytes)
+        terms["duplex"] = rates.duplex(d.swapped_bytes + incoming)
     return terms
 
 
@@ -192,7 +198,8 @@ def _backward_terms(rates: _Rates, d: Demand, schedule: Schedule) -> dict[str, f
     ssd = rates.ssd_read(d.ssd_fetch_backward_bytes + d.swapped_ssd_bytes)
     states = rates.ssd_read(d.ssd_state_read_bytes) + rates.ssd_write(d.ssd_state_write_bytes)
     cpu = rates.cpu_optimizer(d.num_cpu_params)
-    reloads = d.fetch_backward_bytes + d.swapped_bytes
+    gpu += rates.h2d(d.direct_backward_bytes) + rates.d2h(d.direct_gradient_bytes)
+    reloads = d.fetch_backward_bytes + d.swapped_bytes + d.direct_backward_bytes
     terms = {
         "gpu": gpu + rates.device_optimizer(d.device_update_bytes),
         "g2m": rates.d2h(d.gradient_bytes),

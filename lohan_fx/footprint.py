@@ -6,7 +6,7 @@ is what is allocated. Every region starts and ends on a page (4096 bytes), as O_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from lohan_fx.plan import Plan, Schedule, Tier
@@ -45,29 +45,45 @@ def _in_tier(units: Iterable[Unit], tiers: Mapping[str, Tier], tier: Tier) -> li
 
 
 def gradient_ring(
-    units: Iterable[Unit], tiers: Mapping[str, Tier], schedule: Schedule, tier: Tier
+    units: Iterable[Unit],
+    tiers: Mapping[str, Tier],
+    schedule: Schedule,
+    tier: Tier,
+    direct: Collection[str] = (),
 ) -> Ring:
     """Host buffers that receive gradients of the units in `tier` (none for the device tier).
 
-    Schedule "serial" updates after backward, so every unit has its own buffer; see
+    Schedule "serial" updates after backward, so every unit has its own buffer, as the units
+    named in `direct` have, whose gradients are written as they are made; see
     `gradient_bytes_needed`. Otherwise two buffers of the largest unit take turns.
     """
     if tier == "device" or schedule == "serial":
         return Ring()
-    sizes = [align(u.compute_bytes) for u in _in_tier(units, tiers, tier) if u.trainable]
+    sizes = [
+        align(u.compute_bytes)
+        for u in _in_tier(units, tiers, tier)
+        if u.trainable and u.name not in direct
+    ]
     return Ring(count=2, num_bytes=max(sizes)) if sizes else Ring()
 
 
 def gradient_bytes_needed(
-    units: Iterable[Unit], tiers: Mapping[str, Tier], schedule: Schedule
+    units: Iterable[Unit],
+    tiers: Mapping[str, Tier],
+    schedule: Schedule,
+    direct: Collection[str] = (),
 ) -> int:
     """Host bytes of all gradient buffers."""
     units = tuple(units)
-    if schedule == "serial":
-        moved = [u for u in units if u.trainable and tiers[u.name] != "device"]
-        return sum(align(u.compute_bytes) for u in moved)
-    rings = (gradient_ring(units, tiers, schedule, tier) for tier in ("host", "ssd"))
-    return sum(ring.total_bytes for ring in rings)
+    own = [
+        align(u.compute_bytes)
+        for u in units
+        if u.trainable
+        and tiers[u.name] != "device"
+        and (schedule == "serial" or u.name in direct)
+    ]
+    rings = (gradient_ring(units, tiers, schedule, tier, direct) for tier in ("host", "ssd"))
+    return sum(own) + sum(ring.total_bytes for ring in rings)
 
 
 def state_ring(units: Iterable[Unit], tiers: Mapping[str, Tier], schedule: Schedule) -> Ring:
@@ -100,12 +116,16 @@ def host_breakdown(
     schedule: Schedule,
     host_residuals: Iterable[int] = (),
     ssd_residuals: Iterable[int] = (),
+    direct: Collection[str] = (),
 ) -> dict[str, int]:
-    """`host_bytes_needed` before there is a plan: residuals are given as sizes in bytes."""
+    """`host_bytes_needed` before there is a plan: residuals are given as sizes in bytes.
+
+    `direct` names the units whose gradients are written directly.
+    """
     units = tuple(units)
     return {
         "units": sum(unit_bytes(u) for u in _in_tier(units, tiers, "host")),
-        "gradients": gradient_bytes_needed(units, tiers, schedule),
+        "gradients": gradient_bytes_needed(units, tiers, schedule, direct),
         "state ring": state_ring(units, tiers, schedule).total_bytes,
         "staging": staging(units, tiers, ssd_residuals).total_bytes,
         "residuals": sum(align(size) for size in host_residuals),
@@ -120,6 +140,11 @@ def staging_of(workload: Workload, plan: Plan) -> Ring:
 def tiers_of(plan: Plan) -> dict[str, Tier]:
     """Unit name → tier."""
     return {name: unit.tier for name, unit in plan.units.items()}
+
+
+def direct_gradients(plan: Plan) -> frozenset[str]:
+    """Units whose gradients the device writes to the host as they are made."""
+    return frozenset(name for name, unit in plan.units.items() if unit.gradients == "direct")
 
 
 def _swapped(workload: Workload, plan: Plan, tier: Tier) -> dict[str, int]:
@@ -167,6 +192,7 @@ def host_bytes_needed(workload: Workload, plan: Plan) -> dict[str, int]:
         plan.schedule,
         _swapped(workload, plan, "host").values(),
         _swapped(workload, plan, "ssd").values(),
+        direct_gradients(plan),
     )
 
 

@@ -19,6 +19,8 @@ from lohan_fx.errors import PlanError
 Tier = Literal["device", "host", "ssd"]
 Action = Literal["keep", "swap", "recompute"]
 Schedule = Literal["serial", "naive", "optimized"]
+Access = Literal["fetch", "direct"]
+Emission = Literal["copy", "direct"]
 
 TIERS: tuple[Tier, ...] = ("device", "host", "ssd")
 SCHEDULES: tuple[Schedule, ...] = ("serial", "naive", "optimized")
@@ -67,13 +69,22 @@ class UnitPlan:
     parameters any more; compute waits for their copy to the host after op
     `release_gradients_after`, where their device memory falls. Both are None for units
     without gradients; the second also for units in the device tier, whose update reads the
-    gradients in place.
+    gradients in place, and for those whose gradients are written directly.
+    `access` "direct" (host tier only): ops outside of the windows read the compute copy where
+    it lies, in host memory, over the link (MemFerry's direct host access).
+    `gradients` "direct": the device writes each gradient to the host as soon as it is made, and
+    frees it; nothing is left to copy when they are emitted.
     """
 
     tier: Tier
     windows: tuple[FetchWindow, ...] = ()
     emit_after: str | None = None
     release_gradients_after: str | None = None
+    access: Access = "fetch"
+    gradients: Emission = "copy"
+
+
+_UNIT_DEFAULTS: Mapping[str, Any] = {"access": "fetch", "gradients": "copy"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +135,10 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
         data["format"] = FORMAT_VERSION
+        for unit in data["units"].values():  # left out where they have their defaults
+            for key, default in _UNIT_DEFAULTS.items():
+                if unit[key] == default:
+                    del unit[key]
         return data
 
     @classmethod
@@ -143,6 +158,7 @@ class Plan:
                     windows=tuple(FetchWindow(**w) for w in v["windows"]),
                     emit_after=v["emit_after"],
                     release_gradients_after=v["release_gradients_after"],
+                    **{k: v.get(k, default) for k, default in _UNIT_DEFAULTS.items()},
                 )
                 for k, v in data["units"].items()
             },

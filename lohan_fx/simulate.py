@@ -21,6 +21,7 @@ from lohan_fx.events import Clock, Process, Ring, Server, Signal, Worker
 from lohan_fx.footprint import (
     NUM_STAGING,
     align,
+    direct_gradients,
     gradient_ring,
     host_bytes_needed,
     ssd_bytes_needed,
@@ -50,14 +51,14 @@ class Rules:
 
     Attributes:
         urgent_first: fetches, reloads and offloads, for which compute may be waiting, go before
-            optimizer states. Off: requests are served in the order in which they were made
-            (`runtime.ssd.IoPool`), so that a fetch waits for whole units of states.
+            optimizer states (`runtime.ssd.IoPool`). Off: requests are served in the order in
+            which they were made, so that a fetch waits for whole units of states.
         eager_reads: schedule "optimized" reads the next unit's states as soon as a buffer of the
-            state ring is free. Off: only after it has updated a unit (`runtime.updates`).
+            state ring is free (`runtime.updates`). Off: only after it has updated a unit.
     """
 
-    urgent_first: bool = False
-    eager_reads: bool = False
+    urgent_first: bool = True
+    eager_reads: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,12 +184,13 @@ class _Recorder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Label:
-    """What a span says; one object a transfer."""
+    """What a span says; one object a transfer. A `free` transfer takes no time (warm start)."""
 
     name: str
     kind: str
     phase: StepPhase
     block: str
+    free: bool = False
 
 
 @dataclass(slots=True)
@@ -220,7 +222,6 @@ class _Transfers:
         self.chunk_bytes = chunk_bytes
         self.rules = rules
         self.staging = Ring(clock, NUM_STAGING)
-        self.warm = False
         self._ssd = Server(clock, partial(record.add, "ssd"))
         self._links: dict[Lane, Server] = {
             lane: Server(clock, partial(record.add, lane)) for lane in ("d2h", "h2d")
@@ -232,9 +233,13 @@ class _Transfers:
         if shared < 1:
             self._links["d2h"].couple(self._links["h2d"], shared)
 
-    def link(self, lane: Lane, num_bytes: int, label: _Label) -> Signal:
-        seconds = 0.0 if self.warm else num_bytes / self._rates[lane]
-        return self._links[lane].submit(seconds, label, num_bytes)
+    def link(
+        self, lane: Lane, num_bytes: int, label: _Label, *, by_compute: bool = False
+    ) -> Signal:
+        """Occupy a direction of the link. What compute itself reads or writes goes first: it does
+        not queue with copies, and they get what it leaves."""
+        seconds = 0.0 if label.free else num_bytes / self._rates[lane]
+        return self._links[lane].submit(seconds, label, num_bytes, urgent=by_compute)
 
     def read(self, num_bytes: int, label: _Label) -> Signal:
         return self._io(num_bytes, self.hw.ssd_read_bytes_per_s, label)
@@ -243,7 +248,7 @@ class _Transfers:
         return self._io(num_bytes, self.hw.ssd_write_bytes_per_s, label)
 
     def _io(self, num_bytes: int, rate: float, label: _Label) -> Signal:
-        seconds = 0.0 if self.warm else num_bytes / rate
+        seconds = 0.0 if label.free else num_bytes / rate
         urgent = not self.rules.urgent_first or label.kind in URGENT
         return self._ssd.submit(seconds, label, num_bytes, urgent=urgent)
 
@@ -330,9 +335,12 @@ class _Updates:
         self.schedule = plan.schedule
         self.eager = transfers.rules.eager_reads
         self.tiers = tiers_of(plan)
+        self.direct = direct_gradients(plan)
         units = workload.units
         self.rings = {
-            tier: Ring(clock, gradient_ring(units, self.tiers, plan.schedule, tier).count)
+            tier: Ring(
+                clock, gradient_ring(units, self.tiers, plan.schedule, tier, self.direct).count
+            )
             for tier in ("host", "ssd")
         }
         self.states = Ring(clock, state_ring(units, self.tiers, plan.schedule).count)
@@ -349,16 +357,17 @@ class _Updates:
             self._ends.append(self._worker.submit(self._first_reads()))
 
     def emitted(self, unit: Unit, arrival: Signal) -> None:
-        """A unit's gradients are on their way to the host."""
+        """A unit's gradients are on their way to the host, in a buffer of the ring unless the
+        device wrote them directly."""
         if self.schedule == "serial":
             self._held.append(unit)
             return
-        ring = self.rings[self.tiers[unit.name]]
 
         def job() -> Process:
             yield arrival
             yield from self._update(unit)
-            ring.release()
+            if unit.name not in self.direct:
+                self.rings[self.tiers[unit.name]].release()
 
         self._ends.append(self._worker.submit(job()))
 
@@ -435,7 +444,7 @@ class _Step:
         self.transfers = _Transfers(
             self.clock, self.record, hw, _chunk_bytes(workload, plan, program), rules
         )
-        self.transfers.warm = warm_start
+        self.warm = warm_start
         self.updates = _Updates(self.clock, self.record, hw, self.transfers, workload, plan)
         self.time = 0.0
         self.done = False
@@ -460,6 +469,8 @@ class _Step:
             "wait": self._wait,
             "fetch_unit": self._fetch_unit,
             "wait_unit": self._wait_unit,
+            "host_view": self._host_view,
+            "write_gradient": self._write_gradient,
             "emit_gradients": self._emit_gradients,
             "release_gradients": self._release_gradients,
         }
@@ -496,8 +507,12 @@ class _Step:
                 self.updates.begin(self._emission_order())
             self.starts.append(self.time)
             if x.kind == "compute" or x.kind == "recompute":
-                self.transfers.warm = False
-                self._work(x.seconds, _Label(x.name, x.kind, x.phase, self._block(x)))
+                self.warm = False
+                label = self._label(x, x.kind)
+                if x.direct_bytes:
+                    yield self.time
+                    yield from self._over_link("h2d", x.direct_bytes, x, "direct_read")
+                self._work(x.seconds, label)
             else:
                 yield self.time
                 yield from self._handlers[x.kind](x)
@@ -562,12 +577,27 @@ class _Step:
     def _wait_unit(self, x: Instruction) -> Process:
         yield from self._stall(self._fetches.pop(x.name), self._label(x, "wait_unit"))
 
+    def _over_link(self, lane: Lane, num_bytes: int, x: Instruction, kind: str) -> Process:
+        """The device itself reads or writes host memory, and is busy with it."""
+        label = self._label(x, kind)
+        yield self.transfers.link(lane, num_bytes, label, by_compute=True)
+        self._work(self.clock.now - self.time, label)
+
+    def _host_view(self, x: Instruction) -> Process:
+        yield from ()
+
+    def _write_gradient(self, x: Instruction) -> Process:
+        yield from self._over_link("d2h", x.num_bytes, x, "write_gradient")
+
     def _emit_gradients(self, x: Instruction) -> Process:
         unit = self.workload.unit_by_name[x.name]
         if x.tier == "device":
             self._held.append(unit)
             if self.plan.schedule != "serial":
                 self._update_on_device("backward")
+            return
+        if x.name in self.updates.direct:
+            self.updates.emitted(unit, Signal(done=True))
             return
         label = self._label(x, "emit_gradients")
         if self.plan.schedule != "serial":
@@ -601,7 +631,7 @@ class _Step:
     # -- names and memory -------------------------------------------------------------------
 
     def _label(self, x: Instruction, kind: str) -> _Label:
-        return _Label(x.name, kind, x.phase, self._block(x))
+        return _Label(x.name, kind, x.phase, self._block(x), self.warm)
 
     def _block(self, x: Instruction) -> str:
         if x.kind == "compute":
@@ -612,6 +642,8 @@ class _Step:
             return self._unit_of[x.name].block
         if x.kind in ("emit_gradients", "release_gradients"):
             return self.workload.unit_by_name[x.name].block
+        if x.kind == "write_gradient":
+            return self.workload.values[x.reads[0]].block
         return self.workload.values[x.name].block
 
     def _memory(self) -> dict[str, Series]:

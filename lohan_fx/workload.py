@@ -44,7 +44,8 @@ class Op:
     """One compute op of the joint graph, in execution order.
 
     `seconds` is the roofline estimate max(flops / rate, bytes / bandwidth).
-    `recomputable` is False for ops that draw randomness, mutate, communicate or whose
+    `scratch_bytes` is what the op holds on the device while it runs, beyond what it reads and
+    writes. `recomputable` is False for ops that draw randomness, mutate, communicate or whose
     result cannot be had again; their results must be kept or swapped.
     """
 
@@ -58,6 +59,7 @@ class Op:
     bytes_read: int = 0
     bytes_written: int = 0
     seconds: float = 0.0
+    scratch_bytes: int = 0
     recomputable: bool = True
 
 

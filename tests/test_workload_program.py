@@ -20,8 +20,8 @@ from lohan_fx.workload import Op, Value, Workload
 from tests.workloads import budget, gpt_workload, mlp_workload, small_hardware, workloads
 
 HW = small_hardware()
-BEFORE = ("fetch_unit", "prefetch", "wait_unit", "wait", "recompute")
-AFTER = ("offload", "release", "emit_gradients", "release_gradients")
+BEFORE = ("fetch_unit", "prefetch", "wait_unit", "host_view", "wait", "recompute")
+AFTER = ("offload", "release", "write_gradient", "emit_gradients", "release_gradients")
 INPUTS = ("input", "buffer", "constant", "parameter")
 
 

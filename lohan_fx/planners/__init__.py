@@ -9,16 +9,47 @@ from __future__ import annotations
 from lohan_fx.errors import PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan
+from lohan_fx.planners import capuchin as _capuchin
+from lohan_fx.planners import chen_sqrt as _chen_sqrt
+from lohan_fx.planners import colossal_ai as _colossal_ai
+from lohan_fx.planners import combined as _combined
+from lohan_fx.planners import flashneuron as _flashneuron
+from lohan_fx.planners import fuyou as _fuyou
+from lohan_fx.planners import g10 as _g10
+from lohan_fx.planners import go_memferry as _go_memferry
 from lohan_fx.planners import keep_all as _keep_all
 from lohan_fx.planners import lohan as _lohan
+from lohan_fx.planners import memferry as _memferry
 from lohan_fx.planners import random_policy as _random_policy
 from lohan_fx.planners import recompute_all as _recompute_all
+from lohan_fx.planners import ssdtrain as _ssdtrain
 from lohan_fx.planners import swap_all as _swap_all
+from lohan_fx.planners import zero_infinity as _zero_infinity
+from lohan_fx.planners import zero_offload as _zero_offload
 from lohan_fx.planners.registry import Planner, PlannerOptions, get, names, register
 from lohan_fx.planners.schedule import Choices, finish
+from lohan_fx.planners.strategy import Strategy, combine, with_defaults
 from lohan_fx.workload import Workload
 
-BUILT_IN = (_keep_all, _lohan, _random_policy, _recompute_all, _swap_all)
+BUILT_IN = (
+    _capuchin,
+    _chen_sqrt,
+    _colossal_ai,
+    _combined,
+    _flashneuron,
+    _fuyou,
+    _g10,
+    _go_memferry,
+    _keep_all,
+    _lohan,
+    _memferry,
+    _random_policy,
+    _recompute_all,
+    _ssdtrain,
+    _swap_all,
+    _zero_infinity,
+    _zero_offload,
+)
 """Modules whose import registers a strategy."""
 
 __all__ = [
@@ -26,6 +57,8 @@ __all__ = [
     "Choices",
     "Planner",
     "PlannerOptions",
+    "Strategy",
+    "combine",
     "finish",
     "get",
     "make_plan",
@@ -43,12 +76,15 @@ def make_plan(
 ) -> Plan:
     """Run a strategy. `Choices` from a user's callable are completed by `finish`.
 
+    Schedule "auto" becomes the strategy's own, or "optimized".
+
     Raises:
         PlanError: unknown strategy, or a result that does not match the workload.
         InsufficientMemoryError: no plan of this strategy fits a tier.
     """
     options = options or PlannerOptions()
     planner = get(strategy)
+    options = with_defaults(options, schedule=getattr(planner, "schedule", "optimized"))
     found = planner(workload, hw, budget, options)
     if isinstance(found, Choices):
         name = strategy if isinstance(strategy, str) else getattr(planner, "__name__", "custom")

@@ -80,17 +80,18 @@ def _reloads(workload: Workload, plan: Plan, rates: LaneRates) -> list[Incoming]
 def _fetches(workload: Workload, plan: Plan, rates: LaneRates) -> list[Incoming]:
     """One copy a window; it starts no later than the window before it (of any unit) is used.
 
-    A window stays in its phase, and begins after the unit's own window before it has ended.
+    A window stays in its phase (but that of a unit that forward reads in host memory may begin
+    there), and begins after the unit's own window before it has ended.
     """
     index, n = workload.op_index, workload.num_forward_ops
     spans = []
     for unit in workload.units:
         free = 0
+        direct = plan.units[unit.name].access == "direct"
         for k, window in enumerate(plan.units[unit.name].windows):
             first = index[window.first_use]
-            spans.append(
-                (first, max(free, n if first >= n else 0), window_storage(unit.name, k), unit)
-            )
+            stage = n if first >= n and not direct else 0
+            spans.append((first, max(free, stage), window_storage(unit.name, k), unit))
             free = index[window.last_use] + 1
     spans.sort(key=lambda span: span[0])
     found = []

@@ -7,8 +7,9 @@ within the budget. Strategies decide *what*; this module decides *when*.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -28,6 +29,15 @@ TINY_SHIFT = 16
 """A residual is tiny if it has at most 2⁻¹⁶ of the bytes of all residuals."""
 
 
+UnitMode = Literal["fetch", "hold", "direct", "direct-forward"]
+"""How ops read a unit in host memory or on SSD.
+
+fetch: a copy for each run of ops that use it. hold: one copy, from the first use of the step to
+the last. direct: in host memory, where it lies. direct-forward: so in forward only, and one copy
+for the whole backward, which may start when forward no longer needs it.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choices:
     """What a strategy decides, without positions.
@@ -37,12 +47,16 @@ class Choices:
         unit_tiers: unit → tier; every unit must be there.
         swap_tiers: swapped residual → "host" or "ssd"; by `tiers.swap_tiers` if None.
         regions: recomputed residual → name of its region; the residual's block if None.
+        modes: unit → how ops read it, "fetch" if it is not there; no matter for device units.
+        direct_gradients: units whose gradients the device writes to the host by itself.
     """
 
     actions: Mapping[str, Action]
     unit_tiers: Mapping[str, Tier]
     swap_tiers: Mapping[str, Tier] | None = None
     regions: Mapping[str, str] | None = None
+    modes: Mapping[str, UnitMode] = field(default_factory=dict)
+    direct_gradients: Collection[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,19 +174,32 @@ def _place_residuals(
     return placed
 
 
+def _stays(workload: Workload, mode: UnitMode, uses: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, last) op of each stay of a unit's copy on the device."""
+    if mode == "direct":
+        return []
+    if mode == "direct-forward":
+        uses = [i for i in uses if i >= workload.num_forward_ops]
+    if mode == "fetch":
+        return unit_runs(workload, uses)
+    return [(uses[0], uses[-1])] if uses else []
+
+
 def _place_units(
-    workload: Workload, tiers: Mapping[str, Tier], regions: Sequence[Region]
+    workload: Workload, choices: Choices, tiers: Mapping[str, Tier], regions: Sequence[Region]
 ) -> dict[str, UnitPlan]:
-    """Fetch right before each run, let gradients go right after they are emitted."""
+    """Fetch right before each stay, let gradients go right after they are emitted."""
     ops = workload.ops
     uses = unit_uses(workload, regions)
     emits = emit_points(workload, uses)
     plans: dict[str, UnitPlan] = {}
     for unit in workload.units:
         moves = tiers[unit.name] != "device"
+        mode = choices.modes.get(unit.name, "fetch")
+        writes = moves and unit.trainable and unit.name in choices.direct_gradients
         windows = tuple(
             FetchWindow(fetch_before=ops[a].name, first_use=ops[a].name, last_use=ops[b].name)
-            for a, b in unit_runs(workload, uses[unit.name])
+            for a, b in _stays(workload, mode, uses[unit.name])
             if moves
         )
         emit = ops[emits[unit.name]].name if unit.trainable else None
@@ -180,7 +207,9 @@ def _place_units(
             tier=tiers[unit.name],
             windows=windows,
             emit_after=emit,
-            release_gradients_after=emit if moves else None,
+            release_gradients_after=emit if moves and not writes else None,
+            access="direct" if moves and mode in ("direct", "direct-forward") else "fetch",
+            gradients="direct" if writes else "copy",
         )
     return plans
 
@@ -188,7 +217,7 @@ def _place_units(
 def load_of(workload: Workload, program: Program, memory: Residency) -> Load:
     """Largest residency, in bytes, of the instructions around each op."""
     load = np.zeros(len(workload.ops), dtype=np.int64)
-    before = {"fetch_unit", "prefetch", "wait_unit", "wait", "recompute", "compute"}
+    before = {"fetch_unit", "prefetch", "wait_unit", "host_view", "wait", "recompute", "compute"}
     i = 0
     for instruction, size in zip(program.instructions, memory.series, strict=True):
         at = i if instruction.kind in before else i - 1
@@ -232,7 +261,7 @@ def draft(
     plan = replace(
         plan,
         residuals=_place_residuals(workload, plan.residuals, regions),
-        units=_place_units(workload, unit_tiers, regions),
+        units=_place_units(workload, choices, unit_tiers, regions),
     )
     check_capacity(workload, plan, budget)
     program = lower(workload, plan)

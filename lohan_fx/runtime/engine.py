@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lohan_fx.footprint import STRIPE_BYTES
 from lohan_fx.plan import Tier
+from lohan_fx.program import window_storage
 from lohan_fx.runtime.arena import Arena
 from lohan_fx.runtime.lanes import Lanes, Ticket, storage_of
 from lohan_fx.runtime.recording import Label, Stamp
@@ -113,7 +114,7 @@ class Engine:
         size = min(where.num_bytes, source.numel())
         source = source[:size]
         written = None
-        label = Label("offload", where.name)
+        label = self.lanes.label("offload", where.name)
         began = self._pause()
         if where.tier == "host":
             assert self.store.arena is not None
@@ -136,12 +137,12 @@ class Engine:
     def release(self, slot: int) -> None:
         began = self._pause()
         self._loans[slot].copied.wait()
-        self._resume(began, Label("release", self.slots[slot].name))
+        self._resume(began, self.lanes.label("release", self.slots[slot].name))
 
     def prefetch(self, slot: int) -> Tensor:
         where = self.slots[slot]
         loan = self._loans[slot]
-        label = Label("prefetch", where.name)
+        label = self.lanes.label("prefetch", where.name)
         began = self._pause()
         flat = torch.empty(loan.num_bytes, dtype=torch.uint8, device=self.lanes.device)
         if where.tier == "host":
@@ -166,13 +167,13 @@ class Engine:
         assert loaded is not None
         began = self._pause()
         loaded.wait()
-        self._resume(began, Label("wait", self.slots[slot].name))
+        self._resume(began, self.lanes.label("wait", self.slots[slot].name))
 
-    def fetch_unit(self, unit: int) -> Tensor:
+    def fetch_unit(self, unit: int, window: int) -> Tensor:
         states = self.states.units[unit]
         flats = states.flats
         assert flats is not None
-        label = Label("fetch_unit", states.unit.name)
+        label = self.lanes.label("fetch_unit", window_storage(states.unit.name, window))
         began = self._pause()
         flat = torch.empty_like(flats.compute, device=self.lanes.device)
         if states.tier == "host":
@@ -185,24 +186,27 @@ class Engine:
         self._resume(began)
         return flat
 
-    def wait_unit(self, flat: Tensor, unit: int) -> list[Tensor]:
+    def wait_unit(self, flat: Tensor, unit: int, window: int) -> list[Tensor]:
         states = self.states.units[unit]
         began = self._pause()
         self._fetches.pop(unit).wait()
-        self._resume(began, Label("wait_unit", states.unit.name))
+        self._resume(began, self.lanes.label("wait_unit", window_storage(states.unit.name, window)))
         return views_of(flat, states.layout.slices)
 
     def emit_gradients(self, gradients: Sequence[Tensor | None], unit: int) -> None:
         assert self.updater is not None
         began = self._pause()
         self.updater.emit(unit, gradients)
-        self._resume(began, Label("emit_gradients", self.states.units[unit].unit.name))
+        states = self.states.units[unit]
+        stall = self.lanes.label("emit_gradients", states.unit.name)
+        # a device-resident unit is updated here: that is work, and has its own span
+        self._resume(began, stall if states.tier != "device" else None)
 
     def release_gradients(self, unit: int) -> None:
         assert self.updater is not None
         began = self._pause()
         self.updater.release(unit)
-        self._resume(began, Label("release_gradients", self.states.units[unit].unit.name))
+        self._resume(began, self.lanes.label("release_gradients", self.states.units[unit].unit.name))
 
     # -- recording --------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.recording import Label, Recorder
-from lohan_fx.runtime.ssd import StripedFile
+from lohan_fx.runtime.ssd import OnSpan, StripedFile
 
 _CHUNKS_AHEAD = 4
 """SSD reads of one transfer in flight while an earlier chunk is copied."""
@@ -185,6 +185,10 @@ class Lanes:
             for name, amount in amounts.items():
                 setattr(self.counters, name, getattr(self.counters, name) + amount)
 
+    def label(self, kind: str, name: str) -> Label:
+        """Name a transfer that is issued now."""
+        return Label(kind, name, self.recorder.phase if self.recorder is not None else "forward")
+
     def mark(self) -> torch.cuda.Event | None:
         """An event at the present end of the compute stream (None on a CPU device)."""
         if not self._cuda:
@@ -286,8 +290,11 @@ class Lanes:
                     buffer[: chunk.numel()].copy_(chunk, non_blocking=True)
                 if stream is not None:
                     stream.synchronize()
-                write = file.submit_pwrite(buffer[: chunk.numel()], offset + begin)
-                self.record_io(write, label, chunk.numel())
+                write = file.submit_pwrite(
+                    buffer[: chunk.numel()],
+                    offset + begin,
+                    on_span=self.on_io(label, chunk.numel()),
+                )
             except BaseException:
                 self.staging.release(buffer)
                 raise
@@ -341,11 +348,12 @@ class Lanes:
                     begins.popleft()
                     size = min(step, destination.numel() - begin)
                     try:
-                        read = file.submit_pread(buffer[:size], offset + begin)
+                        read = file.submit_pread(
+                            buffer[:size], offset + begin, on_span=self.on_io(label, size)
+                        )
                     except BaseException:
                         self.staging.release(buffer)
                         raise
-                    self.record_io(read, label, size)
                     reads.append((begin, buffer, read))
                 begin, buffer, read = reads[0]
                 read.result()
@@ -373,14 +381,12 @@ class Lanes:
         yield
         recorder.add(lane, label, began, recorder.mark(), size)
 
-    def record_io(self, io: Future[None], label: Label, size: int) -> None:
-        """Leave a span on the ssd lane, from now to the end of `io`."""
+    def on_io(self, label: Label, size: int) -> OnSpan | None:
+        """For a transfer's `on_span`: leaves a span on the ssd lane while a step is recorded."""
         recorder = self.recorder
-        if recorder is not None:
-            began = recorder.clock()
-            io.add_done_callback(
-                lambda _: recorder.add("ssd", label, began, recorder.clock(), size)
-            )
+        if recorder is None:
+            return None
+        return lambda start, end: recorder.add("ssd", label, start, end, size)
 
     def drain(self) -> None:
         """Wait until no transfer is running."""

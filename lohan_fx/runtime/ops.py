@@ -77,11 +77,11 @@ def _wait(y: Tensor, run: int, slot: int) -> Tensor:
 
 
 def _fetch_unit(run: int, unit: int, window: int) -> Tensor:
-    return engines[run].fetch_unit(unit)
+    return engines[run].fetch_unit(unit, window)
 
 
 def _wait_unit(flat: Tensor, run: int, unit: int, window: int) -> list[Tensor]:
-    return engines[run].wait_unit(flat, unit)
+    return engines[run].wait_unit(flat, unit, window)
 
 
 def _emit_gradients(gradients: Sequence[Tensor | None], run: int, unit: int) -> Tensor:

@@ -578,7 +578,7 @@ class UnitOptimizer:
             limit = -(-self._chunk_elements // _ALIGNMENT) * _ALIGNMENT
         elif master.device.type == "cpu":
             # Kernels give a thread no fewer than 2**15 elements.
-            limit = max(2**18, 2**15 * torch.get_num_threads())
+            limit = max(2**20, 2**15 * torch.get_num_threads())
         else:
             limit = sys.maxsize
         if scratch is None:

@@ -20,10 +20,11 @@ Stamp = torch.cuda.Event | float
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a transfer is about: the kind and name of its instruction."""
+    """What a transfer is about: kind and name of its instruction, and where that stands."""
 
     kind: str
     name: str
+    phase: StepPhase
 
 
 @dataclass(slots=True)
@@ -33,7 +34,6 @@ class _Raw:
     start: Stamp
     end: Stamp
     num_bytes: int
-    phase: StepPhase
 
 
 class Recorder:
@@ -59,16 +59,11 @@ class Recorder:
         event.record()
         return event
 
-    @staticmethod
-    def clock() -> Stamp:
-        """Now, on the host."""
-        return time.perf_counter()
-
     def add(
         self, lane: Lane, label: Label, start: Stamp, end: Stamp, num_bytes: int = 0
     ) -> None:
         with self._lock:
-            self._raw.append(_Raw(lane, label, start, end, num_bytes, self.phase))
+            self._raw.append(_Raw(lane, label, start, end, num_bytes))
 
     # -- the compute lane --------------------------------------------------------------------
 
@@ -80,7 +75,8 @@ class Recorder:
         """Compute pauses here, for an op of ours."""
         now = self.mark()
         if self._segment is not None:
-            self.add("gpu", Label("compute", f"segment {self._count}"), self._segment, now)
+            label = Label("compute", f"segment {self._count}", self.phase)
+            self.add("gpu", label, self._segment, now)
             self._count += 1
             self._segment = None
         return now
@@ -104,7 +100,7 @@ class Recorder:
                     start_s=start,
                     end_s=max(start, end),
                     num_bytes=r.num_bytes,
-                    phase=r.phase,
+                    phase=r.label.phase,
                 )
             )
         return Timeline(name=name, spans=tuple(spans))

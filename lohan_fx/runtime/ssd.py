@@ -14,6 +14,9 @@ import ctypes
 import errno
 import fcntl
 import functools
+import heapq
+import itertools
+import math
 import itertools
 import mmap
 import os
@@ -264,33 +267,57 @@ class IoCounters:
     busy_s: float
 
 
+OnSpan = Callable[[float, float], None]
+"""Gets the start and the end of a transfer, in seconds of `time.perf_counter`."""
+
+
 class IoPool:
-    """Threads for SSD transfers. `num_threads` bounds the system calls in flight."""
+    """Threads for SSD transfers. `num_threads` bounds the system calls in flight.
+
+    Urgent transfers go ahead of others that wait; within each kind first come, first served.
+    So what compute waits for (activations, parameters) does not stand behind the model states
+    of a whole unit.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="lohan_fx-io")
         self._lock = threading.Lock()
+        self._queue: list[tuple[bool, int, Callable[[], None], _Batch]] = []
+        self._count = itertools.count()
+        self._closed = False
         self._bytes_read = 0
         self._bytes_written = 0
         self._busy_s = 0.0
         self._num_running = 0
         self._busy_since = 0.0
 
-    def submit(self, tasks: Sequence[Callable[[], None]]) -> Future[None]:
+    def submit(
+        self,
+        tasks: Sequence[Callable[[], None]],
+        *,
+        urgent: bool = True,
+        on_span: OnSpan | None = None,
+    ) -> Future[None]:
         """Run `tasks` in any order; the future ends after the last one, failed or not.
 
         So a buffer may be used again when the future has ended, whatever the outcome. The
         future raises the first exception; it cannot be cancelled. Do not wait for it on a
-        thread of this pool. After `close` it raises StorageError.
+        thread of this pool. After `close` it raises StorageError. `on_span(start, end)` gets the
+        seconds of `time.perf_counter` at which the first task began and the last one ended,
+        before the future ends.
         """
-        batch = _Batch(len(tasks))
-        for index, task in enumerate(tasks):
-            try:
-                future = self._executor.submit(self._timed, task)
-            except RuntimeError:
-                batch.end(len(tasks) - index, StorageError("the I/O threads are closed"))
-                break
-            future.add_done_callback(lambda ended: batch.end(1, ended.exception()))
+        batch = _Batch(len(tasks), on_span)
+        with self._lock:
+            if self._closed:
+                closed = True
+            else:
+                closed = False
+                for task in tasks:
+                    entry = (not urgent, next(self._count), task, batch)
+                    heapq.heappush(self._queue, entry)
+                    self._executor.submit(self._run_next)
+        if closed:
+            batch.end(len(tasks), StorageError("the I/O threads are closed"))
         return batch.future
 
     def count(self, *, bytes_read: int = 0, bytes_written: int = 0) -> None:
@@ -311,33 +338,49 @@ class IoPool:
 
     def close(self) -> None:
         """Finish what was submitted and join the threads. A second call does nothing."""
+        with self._lock:
+            self._closed = True
         self._executor.shutdown(wait=True)
 
-    def _timed(self, task: Callable[[], None]) -> None:
+    def _run_next(self) -> None:
+        """Run the most urgent task that waits; there is one for each call."""
         with self._lock:
+            _, _, task, batch = heapq.heappop(self._queue)
+            now = time.perf_counter()
             if self._num_running == 0:
-                self._busy_since = time.perf_counter()
+                self._busy_since = now
             self._num_running += 1
+        batch.begin(now)
+        error: BaseException | None = None
         try:
             task()
-        finally:
-            with self._lock:
-                self._num_running -= 1
-                if self._num_running == 0:
-                    self._busy_s += time.perf_counter() - self._busy_since
+        except BaseException as caught:
+            error = caught
+        del task
+        with self._lock:
+            self._num_running -= 1
+            if self._num_running == 0:
+                self._busy_s += time.perf_counter() - self._busy_since
+        batch.end(1, error)
 
 
 class _Batch:
     """A future over several tasks."""
 
-    def __init__(self, num_tasks: int) -> None:
+    def __init__(self, num_tasks: int, on_span: OnSpan | None = None) -> None:
         self.future: Future[None] = Future()
         self.future.set_running_or_notify_cancel()
+        self._on_span = on_span
+        self._start_s = math.inf
         self._lock = threading.Lock()
         self._num_left = num_tasks
         self._error: BaseException | None = None
         if num_tasks == 0:
             self.future.set_result(None)
+
+    def begin(self, now_s: float) -> None:
+        with self._lock:
+            self._start_s = min(self._start_s, now_s)
 
     def end(self, num_tasks: int, error: BaseException | None) -> None:
         with self._lock:
@@ -346,6 +389,8 @@ class _Batch:
                 self._error = error
             if self._num_left:
                 return
+        if self._on_span is not None:
+            self._on_span(self._start_s, time.perf_counter())
         if self._error is None:
             self.future.set_result(None)
         else:
@@ -454,16 +499,41 @@ class StripedFile:
         """Write all of `buffer` at `offset`; return when the device has it."""
         self.submit_pwrite(buffer, offset).result()
 
-    def submit_pread(self, buffer: torch.Tensor, offset: int) -> Future[None]:
-        """Start `pread`. Leave `buffer` alone until the future has ended."""
-        return self._submit(self._read, buffer, offset)
+    def submit_pread(
+        self,
+        buffer: torch.Tensor,
+        offset: int,
+        *,
+        urgent: bool = True,
+        on_span: OnSpan | None = None,
+    ) -> Future[None]:
+        """Start `pread`. Leave `buffer` alone until the future has ended.
 
-    def submit_pwrite(self, buffer: torch.Tensor, offset: int) -> Future[None]:
-        """Start `pwrite`. Do not write to `buffer` until the future has ended."""
-        return self._submit(self._write, buffer, offset)
+        `urgent` and `on_span` are those of `IoPool.submit`.
+        """
+        return self._submit(self._read, buffer, offset, urgent, on_span)
+
+    def submit_pwrite(
+        self,
+        buffer: torch.Tensor,
+        offset: int,
+        *,
+        urgent: bool = True,
+        on_span: OnSpan | None = None,
+    ) -> Future[None]:
+        """Start `pwrite`. Do not write to `buffer` until the future has ended.
+
+        `urgent` and `on_span` are those of `IoPool.submit`.
+        """
+        return self._submit(self._write, buffer, offset, urgent, on_span)
 
     def _submit(
-        self, call: Callable[[int, list[memoryview], int], int], buffer: torch.Tensor, offset: int
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        buffer: torch.Tensor,
+        offset: int,
+        urgent: bool,
+        on_span: OnSpan | None,
     ) -> Future[None]:
         self._check(buffer, offset)
         tasks = [
@@ -472,7 +542,7 @@ class StripedFile:
         ]
         with self._lock:
             self._check_open()
-            future = self._pool.submit(tasks)
+            future = self._pool.submit(tasks, urgent=urgent, on_span=on_span)
             self._in_flight.add(future)
         future.add_done_callback(self._forget)
         return future

@@ -11,6 +11,7 @@ Schedules (LoHan §IV-C, Fig. 3):
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -22,7 +23,6 @@ from torch import Tensor
 from lohan_fx.plan import Schedule
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.lanes import Lane, Lanes, Ticket
-from lohan_fx.runtime.recording import Label
 from lohan_fx.runtime.optimizer import Hyperparameters, snapshot_hyperparameters
 from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, views_of
 from lohan_fx.timeline import Lane as Lane_
@@ -65,7 +65,8 @@ class Updater:
         self._writes: list[Future[None]] = []
         self._arrivals: dict[int, Ticket] = {}
         self._updates: list[Ticket] = []
-        self._held: list[tuple[UnitStates, list[Tensor | None], Tensor | None]] = []
+        self._held: list[tuple[UnitStates, list[Tensor | None], Ticket | None]] = []
+        self._lock = threading.Lock()
         self._hyperparameters: Hyperparameters = ()
 
     # -- called by the program -------------------------------------------------------------
@@ -77,7 +78,7 @@ class Updater:
         on_ssd = [self._states.units[i] for i in order if self._states.units[i].tier == "ssd"]
         self._order = deque(on_ssd)
         if self.schedule == "optimized" and on_ssd:
-            self._updates.append(self._lane.submit(self._read_ahead))
+            self._read_ahead()
 
     def emit(self, index: int, gradients: Sequence[Tensor | None]) -> None:
         """Take a unit's gradients: start their copy; on arrival the unit is updated."""
@@ -101,10 +102,10 @@ class Updater:
                 view = views[i]
                 assert view is not None
                 pairs.append((gradient, view))
-        label = Label("emit_gradients", states.unit.name)
+        label = self._lanes.label("emit_gradients", states.unit.name)
         arrival = self._arrivals[index] = self._lanes.to_host(pairs, label)
         if self.schedule == "serial":
-            self._held.append((states, views, buffer))
+            self._held.append((states, views, arrival))
             return
 
         def job() -> None:
@@ -130,14 +131,13 @@ class Updater:
             return
         error: BaseException | None = None
         try:
-            for states, gradients, buffer in self._held:
-                if buffer is None:
+            for states, gradients, arrival in self._held:
+                if arrival is None:
                     assert states.flats is not None
                     self._step(states, states.flats, gradients)
                 else:
-                    self._updates.append(
-                        self._lane.submit(lambda s=states, g=gradients: self._update(s, g))  # type: ignore[misc]
-                    )
+                    arrival.synchronize()
+                    self._update(states, gradients)
             for ticket in self._updates:
                 try:
                     ticket.synchronize()
@@ -152,14 +152,18 @@ class Updater:
 
     def abort(self) -> None:
         """Leave nothing running after a step that failed; its error is already on the way."""
+        with self._lock:
+            self._order.clear()  # nothing more is read ahead
         for ticket in self._updates:
             ticket.settle()
         for write in self._writes:
             write.exception()
-        for buffer, read in self._reads.values():
+        with self._lock:
+            reads = list(self._reads.values())
+            self._reads.clear()
+        for buffer, read in reads:
             read.exception()
-            assert self._state_ring is not None
-            self._state_ring.release(buffer)
+            self._ring.release(buffer)
         self._clear()
 
     def close(self) -> None:
@@ -194,8 +198,6 @@ class Updater:
             self._ring.release(buffer)
             raise
         self._write_back(states, buffer)
-        if self.schedule == "optimized":
-            self._read_ahead()
 
     @property
     def _ring(self) -> BufferRing:
@@ -207,26 +209,36 @@ class Updater:
         first, size = states.update_range
         unit = states.unit
         self._lanes.count(ssd_read_bytes=unit.update_read_bytes)
-        read = self._states.file.submit_pread(buffer[first : first + size], states.offset + first)
-        self._lanes.record_io(read, Label("read_states", unit.name), unit.update_read_bytes)
-        return read
+        label = self._lanes.label("read_states", unit.name)
+        return self._states.file.submit_pread(
+            buffer[first : first + size],
+            states.offset + first,
+            urgent=False,
+            on_span=self._lanes.on_io(label, unit.update_read_bytes),
+        )
 
     def _read_ahead(self) -> None:
-        """Start reading the next units' states into every free buffer."""
-        while self._order:
-            buffer = self._ring.try_acquire()
-            if buffer is None:
-                return
-            states = self._order.popleft()
-            self._reads[states.index] = (buffer, self._submit_read(states, buffer))
+        """Start reading the next units' states into every free buffer.
+
+        Runs when backward begins, and on an I/O thread whenever a write has freed a buffer.
+        """
+        with self._lock:
+            while self._order:
+                buffer = self._ring.try_acquire()
+                if buffer is None:
+                    return
+                states = self._order.popleft()
+                self._reads[states.index] = (buffer, self._submit_read(states, buffer))
 
     def _read_states(self, states: UnitStates) -> Tensor:
-        if states.index not in self._reads:
-            if states in self._order:
+        with self._lock:
+            found = self._reads.pop(states.index, None)
+            if found is None and states in self._order:
                 self._order.remove(states)
+        if found is None:
             buffer = self._ring.acquire()
-            self._reads[states.index] = (buffer, self._submit_read(states, buffer))
-        buffer, read = self._reads.pop(states.index)
+            found = (buffer, self._submit_read(states, buffer))
+        buffer, read = found
         try:
             read.result()
         except BaseException:
@@ -237,11 +249,21 @@ class Updater:
     def _write_back(self, states: UnitStates, buffer: Tensor) -> None:
         assert self._states.file is not None
         unit = states.unit
-        self._lanes.count(ssd_write_bytes=unit.state_bytes + unit.compute_bytes)
-        write = self._states.file.submit_pwrite(buffer[: states.num_bytes], states.offset)
-        write.add_done_callback(lambda _: self._ring.release(buffer))
         size = unit.state_bytes + unit.compute_bytes
-        self._lanes.record_io(write, Label("write_states", unit.name), size)
+        self._lanes.count(ssd_write_bytes=size)
+        write = self._states.file.submit_pwrite(
+            buffer[: states.num_bytes],
+            states.offset,
+            urgent=False,
+            on_span=self._lanes.on_io(self._lanes.label("write_states", unit.name), size),
+        )
+
+        def ended(_: Future[None]) -> None:
+            self._ring.release(buffer)
+            if self.schedule == "optimized":
+                self._read_ahead()
+
+        write.add_done_callback(ended)
         if self.schedule == "optimized":
             self._writes.append(write)
         else:
@@ -272,7 +294,7 @@ class Updater:
         if recorder is not None:
             ended = recorder.mark() if on_device else time.perf_counter()
             lane: Lane_ = "gpu" if on_device else "cpu"
-            recorder.add(lane, Label("update", states.unit.name), began, ended)
+            recorder.add(lane, self._lanes.label("update", states.unit.name), began, ended)
 
 
 def _own(gradient: Tensor) -> Tensor:
