@@ -12,6 +12,7 @@ included, less its resident set right before the model is built, when all is imp
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import resource
@@ -38,6 +39,15 @@ from lohan_fx.errors import LohanError
 from lohan_fx.report import hardware_table, moved_text, plan_parts, short_bytes
 
 SEED = 0
+BUDGETS = {  # device, host and SSD: small enough to force swapping and recomputation
+    None: ("160MiB", "240MiB", "900MiB"),
+    "gpt2": ("240MiB", "300MiB", "1GiB"),
+    "llama": ("200MiB", "300MiB", "1GiB"),
+    "bert": ("240MiB", "300MiB", "1GiB"),
+    "t5": ("320MiB", "340MiB", "1.2GiB"),
+}
+
+BUDGET_OPTIONS = ("device-memory", "host-memory", "ssd-space")
 
 
 class Block(nn.Module):
@@ -172,10 +182,8 @@ class Memory:
 
     def reset(self) -> None:
         """Begin a new peak, so that what imports used does not count."""
-        try:
+        with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-        except OSError:
-            pass
         self.base_bytes = self._read("VmRSS")
 
     @property
@@ -187,7 +195,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """One of the two runs, in this process."""
     import torch._dynamo  # both runs: its import is no part of either's memory
 
-    import lohan_fx.api  # noqa: F401
+    import lohan_fx.api
 
     memory = Memory()
     memory.reset()
@@ -300,14 +308,17 @@ def parse() -> argparse.Namespace:
     p.add_argument("--layers", type=int, default=18)
     p.add_argument("--width", type=int, default=512)
     p.add_argument("--strategy", default="lohan")
-    p.add_argument("--device-memory", default="160MiB", help="budget of the device tier")
-    p.add_argument("--host-memory", default="240MiB", help="budget of the host tier")
-    p.add_argument("--ssd-space", default="900MiB", help="budget of the SSD tier")
+    for tier, name in zip(("device", "host", "SSD"), BUDGET_OPTIONS, strict=True):
+        p.add_argument(f"--{name}", metavar="SIZE", help=f"budget of the {tier} tier")
     p.add_argument("--ssd", type=Path, help="directory of the SSD tier; temporary if absent")
     p.add_argument("--run", choices=("lohan_fx", "plain"), help=argparse.SUPPRESS)
     p.add_argument("--hw", help=argparse.SUPPRESS)
     p.add_argument("--out", help=argparse.SUPPRESS)
-    return p.parse_args()
+    args = p.parse_args()
+    for name, size in zip(BUDGET_OPTIONS, BUDGETS[args.hf], strict=True):
+        key = name.replace("-", "_")
+        setattr(args, key, getattr(args, key) or size)
+    return args
 
 
 def main() -> int:
@@ -317,7 +328,7 @@ def main() -> int:
         try:
             result = run(args, console)
         except LohanError as error:
-            console.print(f"error: {error}", style="red", markup=False)
+            console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
             return 1
         Path(args.out).write_text(json.dumps(result), encoding="utf-8")
         return 0

@@ -28,14 +28,20 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.fx.graph import _BoxedCodeGen
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
     "BufferAOTInput",
+    "DataDependentOutputException",
     "DynamoCapture",
     "FakeTensor",
     "FakeTensorMode",
@@ -45,7 +51,9 @@ __all__ = [
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
+    "StorageWeakRef",
     "TangentAOTInput",
+    "TorchDispatchMode",
     "boxed",
     "data_dependent_node",
     "dynamo_capture",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,11 @@ class StateLayout:
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors of a node's ``meta["val"]``, flattened."""
-    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for part in value for t in tensors_of(part)]
+    return []
 
 
 # ---------------------------------------------------------------------------------------------
@@ -111,51 +116,45 @@ def mark_blocks(graph: fx.Graph, model: nn.Module) -> None:
 
     Forward: maximal runs of consecutive ops in one block, or outside of all blocks (named by
     the first module of the run). A block that runs twice (a shared module) gets a suffix.
-    Backward: the block of the forward op that it differentiates.
+    Backward: the block of the forward op that it differentiates; a sum of gradients has none and
+    goes with the op before it, which made the last summand.
     """
     blocks = block_paths(model)
     names = {name for name, _ in model.named_modules()}
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    forward = [n for n in nodes if n.meta["phase"] == "forward"]
     of_seq: dict[int, str] = {}
-    used: dict[str, int] = {}
     of_path: dict[str, str] = {}
+    runs: Counter[str] = Counter()
     current = ""
-    key: str | None = "(none)"
+    key: str | None = None
     path = ""
-    pending: list[fx.Node] = []
-    for node in forward:
+    pending: list[fx.Node] = []  # nodes that make no tensor go with the op that reads them
+    for node in (n for n in nodes if n.meta["phase"] == "forward"):
         path = own if (own := _module_path(node, names)) is not None else path
         node.meta["module"] = path
-        inside = blocks.get(path)
-        if not tensors_of(node.meta.get("val")) or node.op == "get_attr":
-            pending.append(node)
+        pending.append(node)
+        if node.op == "get_attr" or not tensors_of(node.meta.get("val")):
             continue
+        inside = blocks.get(path)
         if inside != key or not current:
             key = inside
             base = inside or path or "outer"
-            used[base] = used.get(base, 0) + 1
-            current = base if used[base] == 1 else f"{base}@{used[base]}"
-        for n in (*pending, node):
+            runs[base] += 1
+            current = base if runs[base] == 1 else f"{base}@{runs[base]}"
+        for n in pending:
             n.meta["block"] = current
         pending.clear()
         if (seq := node.meta.get("seq_nr")) is not None:
             of_seq[seq] = current
         of_path[path] = current
-    for n in pending:
-        n.meta["block"] = current
-    for node in nodes:
-        if node.meta["phase"] == "forward":
-            continue
-        own = _module_path(node, names)
-        block = of_seq.get(node.meta.get("seq_nr", -1)) if own is not None else None
-        if block is None and own is not None:
-            block = of_path.get(own)
-        if block is None:
-            sources = [a.meta["block"] for a in node.all_input_nodes if "block" in a.meta]
-            block = sources[0] if sources else current
-        node.meta["block"] = current = block
-        node.meta["module"] = own if own is not None else block
+    for node in pending:
+        node.meta["block"] = current
+    for node in (n for n in nodes if n.meta["phase"] == "backward"):
+        path = own if (own := _module_path(node, names)) is not None else path
+        if own is not None:
+            current = of_seq.get(node.meta.get("seq_nr", -1)) or of_path.get(own) or current
+        node.meta["block"] = current
+        node.meta["module"] = path
 
 
 # ---------------------------------------------------------------------------------------------
@@ -164,27 +163,25 @@ def mark_blocks(graph: fx.Graph, model: nn.Module) -> None:
 
 
 def mark_roots(graph: fx.Graph) -> None:
-    """Set ``meta["root"]``: for single tensors, the node that created their storage.
+    """Set ``meta["root"]``, the node that created a storage, on that node and on all views of it.
 
-    A node is a view if its storage already belongs to another node.
+    A node is a view if its storage belongs to another node already; so is a tuple of views. An
+    op that returns several new storages has no root; the nodes that take its results are theirs.
     """
     owner: dict[int, fx.Node] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             node.meta["root"] = owner.setdefault(storage_key(value), node)
+        elif node.op == "call_function" and isinstance(value, (tuple, list)):
+            keys = [storage_key(t) for t in tensors_of(value)]
+            if keys and all(key in owner for key in keys):
+                node.meta["root"] = owner[keys[0]]
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node creates no storage: a view, or a tuple of views."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return node.meta["root"] is not node
-    if node.op != "call_function" or not isinstance(value, (tuple, list)):
-        return False
-    made = {storage_key(t) for t in tensors_of(value)}
-    given = {storage_key(t) for a in node.all_input_nodes for t in tensors_of(a.meta.get("val"))}
-    return bool(made) and made <= given
+    return node.meta.get("root", node) is not node
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -351,10 +348,10 @@ def annotate(
     unit_of = {s.name: u.name for u in layouts for s in u.slices}
     trained = {s.name for u in layouts if u.trains for s in u.slices}
 
-    output = graph.output_node()
+    flat: Any = graph.output_node().args[0]
     gradient_of: dict[str, str] = {}
     returned: set[str] = set()
-    for node, role in zip(output.args[0], captured.outputs, strict=True):  # type: ignore[arg-type]
+    for node, role in zip(flat, captured.outputs, strict=True):
         if not isinstance(node, fx.Node):
             continue
         root = node.meta["root"].name
@@ -370,10 +367,9 @@ def annotate(
         if node.op == "output":
             continue
         value = node.meta.get("val")
-        sizes = [s for t in tensors_of(value) for s in t.shape]
-        if any(isinstance(s, torch.SymInt) for s in sizes):
+        if any(isinstance(s, torch.SymInt) for t in tensors_of(value) for s in t.shape):
             raise CaptureError(
-                f"{node.target} in {node.meta.get('module', '?')} has a data-dependent shape: "
+                f"{op_name(node)} in {node.meta.get('module', '?')} has a data-dependent shape: "
                 "lohan_fx plans memory before the step runs and needs fixed shapes"
             )
         if node.op in ("placeholder", "get_attr"):
@@ -401,24 +397,27 @@ def annotate(
         values.update({v.name: v for v in made})
 
     units = tuple(_unit(u, gradient_of, values, states) for u in layouts)
-    tokens = max((v.num_bytes for v in values.values() if v.kind == "input"), default=0)
     return Workload(
         name=name or type(model).__name__,
         ops=tuple(ops),
         values=values,
         units=units,
-        num_tokens=_num_tokens(graph) or tokens,
+        num_tokens=_num_tokens(graph),
     )
 
 
 def _num_tokens(graph: fx.Graph) -> int:
-    """Elements of the largest integer input (token ids); 0 without one."""
-    found = 0
-    for node in graph.find_nodes(op="placeholder"):
-        value = node.meta["val"]
-        if node.meta["role"].kind == "input" and not value.is_floating_point():
-            found = max(found, value.numel())
-    return found
+    """Elements of the largest integer input (token ids); without one, rows of the largest."""
+    inputs = [
+        n.meta["val"]
+        for n in graph.find_nodes(op="placeholder")
+        if n.meta["role"].kind == "input"
+    ]
+    if not inputs:
+        return 0
+    integers = [t.numel() for t in inputs if not t.is_floating_point()]
+    largest = max(inputs, key=lambda t: t.numel())
+    return max(integers) if integers else len(largest) if largest.dim() else 1
 
 
 def _op(

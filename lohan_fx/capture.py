@@ -14,7 +14,7 @@ import logging
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -398,13 +398,21 @@ def _normalize(
         made.meta["phase"] = _phase(node)
         _check_layout(made)
         env[node] = made
+    older = {
+        _compat.storage_key(value)
+        for n in graph.nodes
+        if (n.op == "placeholder" or n.meta["phase"] == "forward")
+        and isinstance(value := n.meta.get("val"), torch.Tensor)
+    }
     returned: list[Any] = []
     flat: Any = source.output_node().args[0]
     for value, desc in zip(flat, joint.output_descriptors, strict=True):
         if value is None and (desc is None or isinstance(desc, _compat.GradAOTOutput)):
             continue
-        outputs.append(_output_role(desc))
-        returned.append(env[value] if isinstance(value, fx.Node) else value)
+        out_role = _output_role(desc)
+        outputs.append(out_role)
+        made = env[value] if isinstance(value, fx.Node) else value
+        returned.append(_own(graph, made, older) if out_role.kind == "gradient" else made)
     graph.output(tuple(returned))
     _drop_dead(graph)
     inputs = tuple(n.meta["role"] for n in graph.find_nodes(op="placeholder"))
@@ -420,6 +428,21 @@ def _normalize(
         compute_dtype=dtype,
         first_names=first_names(model),
     )
+
+
+def _own(graph: fx.Graph, gradient: fx.Node, older: Container[int]) -> fx.Node:
+    """A gradient with memory that backward made: a copy, if it is a view of something `older`.
+
+    (Of a tangent: the gradient of a plain sum; of a saved tensor: a straight-through estimator.)
+    """
+    value = gradient.meta["val"]
+    if _compat.storage_key(value) not in older:
+        return gradient
+    with torch.no_grad():
+        copied = value.clone()
+    node = graph.call_function(torch.ops.aten.clone.default, (gradient,))
+    node.meta = {**gradient.meta, "val": copied, "phase": "backward"}
+    return node
 
 
 def _check_layout(node: fx.Node) -> None:

@@ -41,6 +41,7 @@ from lohan_fx.runtime.op_timing import OpTimer
 from lohan_fx.runtime.ops import engines
 from lohan_fx.runtime.recording import Recorder
 from lohan_fx.runtime.optimizer import UnitOptimizer, check_supported
+from lohan_fx.runtime.scratch import update_scratch_bytes
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.updates import Updater
@@ -128,6 +129,7 @@ class CompiledModel:
         self.memory: Memory | None = None
         self.latest: CompiledProgram | None = None
         self._said: set[str] = set()
+        self._scratch: dict[Any, int] = {}
         managed = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
         self._trained = tuple(
             name
@@ -236,8 +238,8 @@ class CompiledModel:
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> CompiledProgram:
         options = self.options
         captured = self._capture(args, kwargs, grad)
-        workload = annotate(
-            captured, self.model, self._layouts, self._state_layout, options.hw
+        workload = self._with_scratch(
+            annotate(captured, self.model, self._layouts, self._state_layout, options.hw)
         )
         fixed = (
             {u.unit.name: u.tier for u in self.memory.states.units}
@@ -258,6 +260,34 @@ class CompiledModel:
             self._closer = weakref.finalize(self.model, self.memory.close)
         self._reserve_slots(workload, plan)
         return self._rewrite(captured, workload, plan)
+
+    def _with_scratch(self, workload: Workload) -> Workload:
+        """Add what updates take on the device, if units may live there."""
+        if self.optimizer is None or self.options.planner.states in ("host", "ssd"):
+            return workload
+        named = dict(self.model.named_parameters())
+        places = {
+            id(p): g for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]
+        }
+        units = []
+        for unit, layout in zip(workload.units, self._layouts, strict=True):
+            if unit.trainable:
+                parameters = [named[s.name] for s in layout.slices]
+                key = tuple(
+                    (s.offset, s.shape, s.stride, layout.dtype, places[id(p)])
+                    for s, p in zip(layout.slices, parameters, strict=True)
+                )
+                if key not in self._scratch:
+                    self._scratch[key] = update_scratch_bytes(
+                        self.optimizer,
+                        parameters,
+                        layout,
+                        mixed=self._state_layout.compute_dtype is not None,
+                        device=self.options.device,
+                    )
+                unit = dataclasses.replace(unit, update_scratch_bytes=self._scratch[key])
+            units.append(unit)
+        return dataclasses.replace(workload, units=tuple(units))
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Captured:
         model = self.model

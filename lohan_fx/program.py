@@ -44,7 +44,8 @@ class Instruction:
     `name` is the op, residual, unit or region that it is about. `reads` are storages that
     must be alive; `births` are (storage, bytes) that it allocates on the device; a storage
     dies after the last instruction that reads it. `num_bytes` crosses a link (0 for none),
-    to or from `tier`. A recompute carries its ops in `body`.
+    to or from `tier`; of a host_view, that is what all ops of the phase read through it.
+    A recompute carries its ops in `body`.
     `direct_bytes` are what compute itself reads of host memory, while it runs (0 for most); the
     device is also busy for as long as a write_gradient's `num_bytes` take to cross the link.
     """
@@ -361,17 +362,18 @@ class _Lowering:
             return
         first: dict[tuple[str, Phase], int] = {}
         last: dict[str, int] = {}
-        reads = [(i, self.direct_reads(op, i)) for i, op in enumerate(self.workload.ops)]
+        read_bytes: dict[tuple[str, Phase], int] = defaultdict(int)
+        runs = list(enumerate(self.workload.ops))
         for region in self.regions:
-            for i in region.ops:
-                reads.append(
-                    (region.anchor, self.direct_reads(self.workload.ops[i], region.anchor))
-                )
-        for at, values in reads:
-            for name in {self.workload.values[v].unit or "" for v in values}:
+            runs += [(region.anchor, self.workload.ops[i]) for i in region.ops]
+        for at, op in runs:
+            for v in self.direct_reads(op, at):
+                value = self.workload.values[v]
+                name = value.unit or ""
                 key = (name, self.phase(at))
                 first[key] = min(at, first.get(key, at))
                 last[name] = max(at, last.get(name, at))
+                read_bytes[key] += direct_read_bytes(op, value.num_bytes)
         for unit in self.workload.units:
             emit = self.plan.units[unit.name].emit_after
             if emit is not None and last.get(unit.name, -1) > self.index(emit, f"unit {unit.name}"):
@@ -384,6 +386,7 @@ class _Lowering:
                             name=host_view_name(name, phase),
                             phase=phase,
                             tier="host",
+                            num_bytes=read_bytes[name, phase],
                         )
                     )
 

@@ -94,7 +94,8 @@ def plan_table(workload: Workload, plan: Plan) -> Table:
     """
     title = f"{plan.strategy} plan for {plan.workload}: residuals of each block, tier of its states"
     table = _table(title, (), ("block", *_ACTIONS, "states"))
-    table.columns[0].justify = table.columns[-1].justify = "left"
+    for column in (table.columns[0], table.columns[-1]):
+        column.justify, column.no_wrap = "left", False
     sizes: dict[str, dict[str, int]] = {block: {} for block in workload.blocks}
     states: dict[str, dict[str, None]] = {}
     for v in workload.residuals:

@@ -18,7 +18,6 @@ from lohan_fx.planners.schedule import UnitMode
 from lohan_fx.program import (
     ROWS_PER_PASS,
     Instruction,
-    Program,
     direct_read_bytes,
     lower,
     residency,
@@ -95,12 +94,15 @@ def test_direct_reads_have_a_view_and_no_device_memory(workload: Workload, seed:
     for x in program.instructions:
         if x.kind == "host_view":
             seen.add((x.name.rpartition("@")[0], x.phase))
-            assert x.births == x.reads == ()
+            assert not x.births
+            assert not x.reads
         for op in (x, *x.body):
             if op.kind == "compute":
-                read = _units_outside_windows(workload, op, in_place, program)
+                read = _units_outside_windows(workload, op, in_place)
                 assert bool(op.direct_bytes) == bool(read)
                 assert {(u, x.phase) for u in read} <= seen
+    viewed = sum(x.num_bytes for x in program.instructions if x.kind == "host_view")
+    assert viewed == sum(x.direct_bytes for x in program.instructions)
     writes = [x for x in program.instructions if x.kind == "write_gradient"]
     direct = [u for u in workload.units if plan.units[u.name].gradients == "direct"]
     assert len(writes) == sum(len(set(u.gradients)) for u in direct)
@@ -108,19 +110,18 @@ def test_direct_reads_have_a_view_and_no_device_memory(workload: Workload, seed:
         assert plan.units[u.name].release_gradients_after is None
 
 
-def _units_outside_windows(
-    workload: Workload, op: Instruction, in_place: set[str], program: Program
-) -> set[str]:
+def _units_outside_windows(workload: Workload, op: Instruction, in_place: set[str]) -> set[str]:
     """Units that an op reads without reading any of their windows."""
-    found = set()
-    for v in workload.ops[workload.op_index[op.name]].reads:
-        unit = workload.values[v].unit
-        if workload.values[v].kind == "parameter" and unit in in_place:
-            if workload.values[v].num_bytes and not any(
-                s.rpartition("#")[0] == unit for s in op.reads
-            ):
-                found.add(unit)
-    return found
+    windows = {s.rpartition("#")[0] for s in op.reads}
+    values = (workload.values[v] for v in workload.ops[workload.op_index[op.name]].reads)
+    return {
+        v.unit
+        for v in values
+        if v.kind == "parameter"
+        and v.num_bytes
+        and v.unit is not None
+        and v.unit in in_place - windows
+    }
 
 
 def test_modes_by_hand() -> None:
@@ -138,15 +139,15 @@ def test_modes_by_hand() -> None:
     assert texts["hold"] == [*fetch, *emitted]
     # lin1: 8 MFLOP and 2048 B are 3907 rows: 16 passes; lin1.b 31
     assert texts["direct"] == [
-        "host_view b1@forward host",
+        "host_view b1@forward host 32768 B",
         "compute lin1 reading 32768 B of host memory",
-        "host_view b1@backward host",
+        "host_view b1@backward host 63488 B",
         "compute lin1.b reading 63488 B of host memory",
         *emitted,
     ]
     assert texts["direct-forward"] == [
         "fetch_unit b1#0 host 2048 B",
-        "host_view b1@forward host",
+        "host_view b1@forward host 32768 B",
         "compute lin1 reading 32768 B of host memory",
         "wait_unit b1#0",
         *emitted,
@@ -167,8 +168,11 @@ def test_gradients_are_written_when_they_are_made() -> None:
     workload = mlp_workload()
     plan = plan_of(workload, direct_gradients={"b1"})
     text = [str(x) for x in lower(workload, plan).instructions if "1" in x.name]
-    assert text[-3:] == ["compute lin1.b", "write_gradient grad.w1@b1 host 2048 B",
-                         "emit_gradients b1 host"]
+    assert text[-3:] == [
+        "compute lin1.b",
+        "write_gradient grad.w1@b1 host 2048 B",
+        "emit_gradients b1 host",
+    ]
     assert plan.prediction.d2h_bytes == plan_of(workload).prediction.d2h_bytes
 
 
@@ -221,8 +225,10 @@ def test_plan_files_of_old_stay_as_they_were() -> None:
     workload = mlp_workload()
     plain = plan_of(workload)
     units = plain.to_dict()["units"]
-    assert all(set(u) == {"tier", "windows", "emit_after", "release_gradients_after"}
-               for u in units.values())
+    assert all(
+        set(u) == {"tier", "windows", "emit_after", "release_gradients_after"}
+        for u in units.values()
+    )
     direct = plan_of(workload, modes={"b1": "direct"}, direct_gradients={"b1"})
     assert direct.to_dict()["units"]["b1"]["access"] == "direct"
     assert Plan.from_dict(direct.to_dict()) == direct

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -25,7 +25,6 @@ from lohan_fx.runtime.optimizer import (
     snapshot_hyperparameters,
 )
 
-O = torch.optim
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 SHAPES = ((37,), (5, 7), (), (2, 3, 4, 4), (33,), (3, 1))
@@ -152,8 +151,7 @@ def runs(make: Make, device: str) -> bool:
     """Whether this torch has such a kernel on this device (fused Adagrad came late to CUDA)."""
     try:
         Plain(make, device).step(new_grads(1, device=device))
-    except RuntimeError as error:
-        assert "fused" in str(error)
+    except RuntimeError:
         return False
     return True
 
@@ -191,29 +189,29 @@ def assert_same(host: Host, plain: Plain) -> None:
 def grid() -> Iterator[Any]:
     """Every supported class with its options, loop and foreach; fused where there is one."""
     common: dict[type[torch.optim.Optimizer], list[dict[str, Any]]] = {
-        O.AdamW: [{}, {"amsgrad": True, "maximize": True}, {"weight_decay": 0.0}],
-        O.Adam: [{}, {"amsgrad": True, "weight_decay": 0.1}, {"maximize": True}],
-        O.SGD: [
+        optim.AdamW: [{}, {"amsgrad": True, "maximize": True}, {"weight_decay": 0.0}],
+        optim.Adam: [{}, {"amsgrad": True, "weight_decay": 0.1}, {"maximize": True}],
+        optim.SGD: [
             {},
             {"momentum": 0.9, "dampening": 0.3, "maximize": True},
             {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
         ],
-        O.RMSprop: [{}, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}],
-        O.Adagrad: [{"initial_accumulator_value": 0.5}, {"lr_decay": 0.1, "maximize": True}],
-        O.Adamax: [{"weight_decay": 0.1}, {"maximize": True}],
-        O.NAdam: [{"weight_decay": 0.1}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
-        O.RAdam: [{"weight_decay": 0.1}, {"maximize": True, "betas": (0.5, 0.6)}],
-        O.Adadelta: [{"weight_decay": 0.1}, {"maximize": True}],
-        O.ASGD: [{"weight_decay": 0.1}, {"t0": 2, "maximize": True}],
-        O.Rprop: [{}, {"maximize": True, "step_sizes": (1e-3, 0.02)}],
+        optim.RMSprop: [{}, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}],
+        optim.Adagrad: [{"initial_accumulator_value": 0.5}, {"lr_decay": 0.1, "maximize": True}],
+        optim.Adamax: [{"weight_decay": 0.1}, {"maximize": True}],
+        optim.NAdam: [{"weight_decay": 0.1}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
+        optim.RAdam: [{"weight_decay": 0.1}, {"maximize": True, "betas": (0.5, 0.6)}],
+        optim.Adadelta: [{"weight_decay": 0.1}, {"maximize": True}],
+        optim.ASGD: [{"weight_decay": 0.1}, {"t0": 2, "maximize": True}],
+        optim.Rprop: [{}, {"maximize": True, "step_sizes": (1e-3, 0.02)}],
     }
     second: dict[type[torch.optim.Optimizer], dict[str, Any]] = {
-        O.AdamW: {"lr": 0.01, "amsgrad": True},
-        O.SGD: {"lr": 0.01, "momentum": 0.5, "weight_decay": 0.2},
-        O.RMSprop: {"lr": 0.005, "centered": False},
-        O.Rprop: {"lr": 0.01},
+        optim.AdamW: {"lr": 0.01, "amsgrad": True},
+        optim.SGD: {"lr": 0.01, "momentum": 0.5, "weight_decay": 0.2},
+        optim.RMSprop: {"lr": 0.005, "centered": False},
+        optim.Rprop: {"lr": 0.01},
     }
-    fusible = (O.AdamW, O.Adam, O.SGD, O.Adagrad)
+    fusible = (optim.AdamW, optim.Adam, optim.SGD, optim.Adagrad)
     for cls, variants in common.items():
         for options in variants:
             kinds: list[dict[str, Any]] = [{}, {"foreach": True}, {"foreach": False}]
@@ -243,7 +241,7 @@ def test_bitwise_as_plain(make: Make, device: str) -> None:
     plain, host = Plain(make, device), Host(make, device)
     host.adopt_state()
     # The fused SGD of torch raises when only some parameters have a momentum buffer.
-    fused_sgd = isinstance(plain.optimizer, O.SGD) and plain.optimizer.defaults["fused"]
+    fused_sgd = isinstance(plain.optimizer, optim.SGD) and plain.optimizer.defaults["fused"]
     before = [p.detach().clone() for p in host.params]
     schedulers = [ExponentialLR(side.optimizer, 0.5) for side in (plain, host)]
     for step in range(NUM_STEPS):
@@ -281,7 +279,7 @@ def test_starts_from_the_state_of_the_optimizer(make: Make, device: str) -> None
 
 @pytest.mark.skipif("cuda" not in DEVICES, reason="needs an accelerator")
 @pytest.mark.parametrize("options", [{}, {"foreach": True}], ids=["default", "foreach"])
-@pytest.mark.parametrize("cls", [O.AdamW, O.Adagrad, O.ASGD, O.Rprop])
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.Adagrad, optim.ASGD, optim.Rprop])
 def test_parameters_on_the_accelerator_masters_on_the_host(
     cls: Any, options: dict[str, Any]
 ) -> None:
@@ -299,7 +297,7 @@ def test_parameters_on_the_accelerator_masters_on_the_host(
 @pytest.mark.parametrize("fused", [None, True])
 def test_learning_rate_on_the_accelerator(tier: str, fused: bool | None) -> None:
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return O.AdamW(params, lr=torch.tensor(0.02, device=params[0].device), fused=fused)
+        return optim.AdamW(params, lr=torch.tensor(0.02, device=params[0].device), fused=fused)
 
     plain, host = Plain(make, tier), Host(make, "cuda", tier=tier)
     for step in range(3):
@@ -308,8 +306,8 @@ def test_learning_rate_on_the_accelerator(tier: str, fused: bool | None) -> None
     assert_same(host, plain)
 
 
-ADAMW = maker(O.AdamW, {"lr": 0.01, "amsgrad": True}, lr=0.02)
-SGD = maker(O.SGD, {"lr": 0.01}, lr=0.02, momentum=0.9, dampening=0.1)
+ADAMW = maker(optim.AdamW, {"lr": 0.01, "amsgrad": True}, lr=0.02)
+SGD = maker(optim.SGD, {"lr": 0.01}, lr=0.02, momentum=0.9, dampening=0.1)
 
 
 @pytest.mark.parametrize("make", [ADAMW, SGD], ids=["AdamW", "SGD"])
@@ -345,7 +343,9 @@ def test_nan_and_inf_pass_through(make: Make, value: float) -> None:
 
 def test_tensor_learning_rate_that_a_scheduler_writes_in_place() -> None:
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return O.AdamW(params, lr=torch.tensor(0.02), betas=(torch.tensor(0.8), torch.tensor(0.9)))
+        return optim.AdamW(
+            params, lr=torch.tensor(0.02), betas=(torch.tensor(0.8), torch.tensor(0.9))
+        )
 
     plain, host = Plain(make), Host(make)
     check_supported(host.optimizer)
@@ -362,7 +362,7 @@ def test_tensor_learning_rate_that_a_scheduler_writes_in_place() -> None:
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_snapshot_holds_the_hyperparameters(tensor_lr: bool) -> None:
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return O.AdamW(params, lr=torch.tensor(0.02) if tensor_lr else 0.02)
+        return optim.AdamW(params, lr=torch.tensor(0.02) if tensor_lr else 0.02)
 
     plain, host = Plain(make), Host(make)
     snapshot = snapshot_hyperparameters(host.optimizer)
@@ -417,7 +417,7 @@ def test_state_names_by_group() -> None:
     assert unit.state_names(0) == ("exp_avg", "exp_avg_sq")
     assert unit.state_names(1) == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     assert unit.scalar_names() == unit.scalar_names(2) == ("step",)
-    sgd = Host(maker(O.SGD, {"momentum": 0.9}, lr=0.1)).units[0]
+    sgd = Host(maker(optim.SGD, {"momentum": 0.9}, lr=0.1)).units[0]
     assert (sgd.state_names(0), sgd.state_names(1)) == ((), ("momentum_buffer",))
     assert sgd.scalar_names() == ()
 
@@ -426,7 +426,7 @@ def test_state_names_by_group() -> None:
     ("make", "option", "state"),
     [
         (ADAMW, {"amsgrad": True}, "max_exp_avg_sq"),
-        (maker(O.SGD, {}, lr=0.1), {"momentum": 0.5}, "momentum_buffer"),
+        (maker(optim.SGD, {}, lr=0.1), {"momentum": 0.5}, "momentum_buffer"),
     ],
     ids=["amsgrad", "momentum"],
 )
@@ -463,7 +463,7 @@ def test_parameter_that_moves_to_a_group_with_more_state_is_refused() -> None:
 
 def test_state_that_begins_later_begins_at_zero() -> None:
     """RMSprop made with momentum, first used without: plain torch raises KeyError."""
-    make = maker(O.RMSprop, {}, lr=0.1, momentum=0.9)
+    make = maker(optim.RMSprop, {}, lr=0.1, momentum=0.9)
     plain, host = Plain(make), Host(make)
     for step, momentum in enumerate([0.0, 0.9]):
         for side in (plain, host):
@@ -479,7 +479,7 @@ def test_state_that_begins_later_begins_at_zero() -> None:
 
 def test_no_view_is_held_after_a_step() -> None:
     params = [nn.Parameter(torch.ones(4))]
-    unit = UnitOptimizer(O.AdamW(params), params)
+    unit = UnitOptimizer(optim.AdamW(params), params)
     for _ in range(2):
         buffers = {n: torch.zeros(4) for n in ("master", "grad", *unit.state_names())}
         alive = [weakref.ref(b.untyped_storage()) for b in buffers.values()]
@@ -507,10 +507,10 @@ def test_fused_sgd_when_only_some_parameters_have_momentum() -> None:
     """Plain torch raises; here each parameter is updated as it would be alone."""
 
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return O.SGD(params, lr=0.1, momentum=0.9, fused=True)
+        return optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
 
     host, params = Host(make), new_params()
-    alone = [O.SGD([p], lr=0.1, momentum=0.9, fused=True) for p in params]
+    alone = [optim.SGD([p], lr=0.1, momentum=0.9, fused=True) for p in params]
     for step in range(3):
         grads = new_grads(step)
         for p, g in zip(params, grads, strict=True):
@@ -522,9 +522,9 @@ def test_fused_sgd_when_only_some_parameters_have_momentum() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cls", [O.AdamW, O.SGD, O.Adagrad])
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD, optim.Adagrad])
 def test_prefer_fused_runs_the_fused_kernel_where_there_is_one(cls: Any, device: str) -> None:
-    options: dict[str, Any] = {"lr": 0.02, **({"momentum": 0.9} if cls is O.SGD else {})}
+    options: dict[str, Any] = {"lr": 0.02, **({"momentum": 0.9} if cls is optim.SGD else {})}
     fused, default = maker(cls, {}, **options, fused=True), maker(cls, {}, **options)
     plain = Plain(fused if runs(fused, device) else default, device)
     host = Host(default, device, prefer_fused=True)
@@ -538,9 +538,9 @@ def test_prefer_fused_runs_the_fused_kernel_where_there_is_one(cls: Any, device:
 @pytest.mark.parametrize(
     ("cls", "options"),
     [
-        (O.AdamW, {"foreach": False}),  # the user's choice
-        (O.AdamW, {"fused": False}),
-        (O.RMSprop, {}),  # no kernel
+        (optim.AdamW, {"foreach": False}),  # the user's choice
+        (optim.AdamW, {"fused": False}),
+        (optim.RMSprop, {}),  # no kernel
     ],
     ids=["foreach", "fused", "RMSprop"],
 )
@@ -556,11 +556,11 @@ def test_prefer_fused_does_without(cls: Any, options: dict[str, Any]) -> None:
 LARGE = (70_001, 1500, 1024, 3)
 
 CHUNKED = [
-    (O.AdamW, {"amsgrad": True}),
-    (O.AdamW, {"fused": True}),
-    (O.SGD, {"momentum": 0.9, "fused": True}),
-    (O.SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}),
-    (O.ASGD, {"foreach": True}),
+    (optim.AdamW, {"amsgrad": True}),
+    (optim.AdamW, {"fused": True}),
+    (optim.SGD, {"momentum": 0.9, "fused": True}),
+    (optim.SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}),
+    (optim.ASGD, {"foreach": True}),
 ]
 
 
@@ -593,13 +593,13 @@ def test_mixed_precision(scratch_elements: int | None, grad_dtype: torch.dtype) 
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(n, generator=generator).bfloat16() for n in LARGE]
     params = [nn.Parameter(s.clone()) for s in start]  # what the user sees: the compute copies
-    unit = UnitOptimizer(O.AdamW(params, lr=0.01), params, chunk_elements=4096)
+    unit = UnitOptimizer(optim.AdamW(params, lr=0.01), params, chunk_elements=4096)
     masters = [s.float() for s in start]
     state = [{n: torch.empty_like(m) for n in unit.state_names()} for m in masters]
     compute = [torch.zeros_like(s) for s in start]
     scratch = None if scratch_elements is None else torch.empty(scratch_elements)
     reference = [nn.Parameter(s.float()) for s in start]
-    optimizer = O.AdamW(reference, lr=0.01)
+    optimizer = optim.AdamW(reference, lr=0.01)
     for step in range(4):
         grads: list[Tensor | None] = [
             torch.randn(n, generator=generator).to(grad_dtype) for n in LARGE
@@ -630,7 +630,7 @@ def test_memory_order_is_respected_by_fused_kernels() -> None:
     generator = torch.Generator().manual_seed(0)
     param = nn.Parameter(channels_last(generator))
     master = param.detach().clone()
-    optimizer = O.AdamW([param], lr=0.1, fused=True)
+    optimizer = optim.AdamW([param], lr=0.1, fused=True)
     unit = UnitOptimizer(optimizer, [param])
     state = {n: torch.zeros_like(master) for n in unit.state_names()}
     for _ in range(2):
@@ -650,7 +650,7 @@ def test_memory_order_is_respected_by_fused_kernels() -> None:
 
 def test_views_that_do_not_fit_change_nothing() -> None:
     params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))]
-    unit = UnitOptimizer(O.AdamW(params, lr=0.1), params)
+    unit = UnitOptimizer(optim.AdamW(params, lr=0.1), params)
     masters = [torch.ones(4), torch.ones(3)]
     grads = [torch.ones(4), torch.ones(3)]
     state = [{n: torch.zeros_like(m) for n in unit.state_names()} for m in masters]
@@ -688,7 +688,7 @@ def test_views_that_do_not_fit_change_nothing() -> None:
 
 def test_scalar_state_of_something_else_is_refused() -> None:
     params = [nn.Parameter(torch.ones(4))]
-    unit = UnitOptimizer(O.NAdam(params), params)
+    unit = UnitOptimizer(optim.NAdam(params), params)
     with pytest.raises(ValueError, match="of 2 parameters"):
         unit.load_scalar_state([None, None])
     with pytest.raises(ValueError, match="mu_product"):
@@ -697,7 +697,7 @@ def test_scalar_state_of_something_else_is_refused() -> None:
 
 def test_parameter_outside_the_optimizer_is_refused() -> None:
     inside, outside = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(5))
-    optimizer = O.AdamW([inside])
+    optimizer = optim.AdamW([inside])
     with pytest.raises(ValueError, match=r"parameter 1 of the unit, shape \(5,\)"):
         UnitOptimizer(optimizer, [inside, outside])
     with pytest.raises(ValueError, match="AdamW"):
@@ -706,7 +706,7 @@ def test_parameter_outside_the_optimizer_is_refused() -> None:
 
 def test_incomplete_state_is_refused() -> None:
     params = [nn.Parameter(torch.ones(4))]
-    optimizer = O.AdamW(params)
+    optimizer = optim.AdamW(params)
     params[0].grad = torch.ones(4)
     optimizer.step()
     optimizer.param_groups[0]["amsgrad"] = True
@@ -763,20 +763,20 @@ def test_subclass_without_overrides_is_supported() -> None:
 
 def refused() -> Iterator[Any]:
     def case(name: str, reason: str, make: Callable[[list[nn.Parameter]], Any]) -> Any:
-        return pytest.param(name, reason, make, id=name + "-" + reason.split(" ")[0])
+        return pytest.param(name, reason, make, id=name + "-" + reason.split(" ", maxsplit=1)[0])
 
-    yield case("LBFGS", "closure", lambda p: O.LBFGS(p))
-    yield case("SparseAdam", "sparse", lambda p: O.SparseAdam(p))
-    yield case("Adafactor", "rows and columns", lambda p: O.Adafactor(p))
-    if hasattr(O, "Muon"):
-        yield case("Muon", "orthogonalizes", lambda p: O.Muon([nn.Parameter(torch.ones(2, 2))]))
-    yield case("Closure", "needs a closure", lambda p: Closure(p))
-    yield case("Wrapper", "Pass the AdamW that it wraps", lambda p: Wrapper(O.AdamW(p)))
-    yield case("Optimizer", "not known", lambda p: O.Optimizer(p, {}))
-    yield case("OwnStep", "OwnStep overrides AdamW.step", lambda p: OwnStep(p))
-    yield case("OwnState", "OwnState overrides Adam._init_group", lambda p: OwnState(p))
-    yield case("AdamW", "differentiable=True", lambda p: O.AdamW(p, differentiable=True))
-    yield case("Adam", "capturable=True", lambda p: O.Adam([{"params": p, "capturable": True}]))
+    yield case("LBFGS", "closure", optim.LBFGS)
+    yield case("SparseAdam", "sparse", optim.SparseAdam)
+    yield case("Adafactor", "rows and columns", optim.Adafactor)
+    if hasattr(optim, "Muon"):
+        yield case("Muon", "orthogonalizes", lambda p: optim.Muon([nn.Parameter(torch.ones(2, 2))]))
+    yield case("Closure", "needs a closure", Closure)
+    yield case("Wrapper", "Pass the AdamW that it wraps", lambda p: Wrapper(optim.AdamW(p)))
+    yield case("Optimizer", "not known", lambda p: optim.Optimizer(p, {}))
+    yield case("OwnStep", "OwnStep overrides AdamW.step", OwnStep)
+    yield case("OwnState", "OwnState overrides Adam._init_group", OwnState)
+    yield case("AdamW", "differentiable=True", lambda p: optim.AdamW(p, differentiable=True))
+    yield case("Adam", "capturable=True", lambda p: optim.Adam([{"params": p, "capturable": True}]))
     yield case("Linear", "no torch.optim.Optimizer", lambda p: nn.Linear(1, 1))
 
 
@@ -791,8 +791,8 @@ def test_unsupported_optimizers_are_refused(
 
 def test_sparse_gradient_is_refused() -> None:
     params = [nn.Parameter(torch.ones(3))]
-    optimizer = O.SGD(params)
+    optimizer = optim.SGD(params)
     check_supported(optimizer)
     params[0].grad = torch.ones(3).to_sparse()
-    with pytest.raises(UnsupportedOptimizerError, match="SGD .*sparse=False"):
+    with pytest.raises(UnsupportedOptimizerError, match=r"SGD .*sparse=False"):
         check_supported(optimizer)

@@ -366,7 +366,9 @@ def print_plan(workload: Workload, plan: Plan) -> str:
         tail = {"keep": "", "swap": where, "recompute": f" in {r.region}"}[r.action]
         lines.append(f"{v}: {r.action}{tail}")
     for name, unit in plan.units.items():
-        lines.append(f"{name}: {unit.tier}")
+        direct = ", read in place" if unit.access == "direct" else ""
+        direct += ", gradients written in place" if unit.gradients == "direct" else ""
+        lines.append(f"{name}: {unit.tier}{direct}")
         lines += [f"  {w.fetch_before} | {w.first_use} .. {w.last_use}" for w in unit.windows]
         lines.append(f"  emit {unit.emit_after}, release {unit.release_gradients_after}")
     regions = regions_of(workload, plan)

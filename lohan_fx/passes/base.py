@@ -6,6 +6,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -14,24 +15,25 @@ from torch import fx
 from lohan_fx._compat import FakeTensor
 from lohan_fx.annotate import UnitLayout, is_getitem, is_view
 from lohan_fx.capture import Captured
-from lohan_fx.errors import LohanError, VerificationError
-from lohan_fx.plan import Plan
+from lohan_fx.errors import LohanError, PlanError, VerificationError
+from lohan_fx.plan import Plan, Tier
 from lohan_fx.program import Kind, Region, regions_of
 from lohan_fx.workload import Workload
 
-# Canonical order around an op (lohan_fx.program): a node of a kind stands behind all nodes of
-# lower rank at the same place.
-RANK: dict[str, int] = {
-    "fetch_unit": 0,
-    "prefetch": 1,
-    "wait_unit": 2,
-    "wait": 3,
-    "recompute": 4,
-    "offload": 5,
-    "release": 6,
-    "emit_gradients": 7,
-    "release_gradients": 8,
-}
+_ORDER: tuple[Kind, ...] = (
+    "fetch_unit",
+    "prefetch",
+    "wait_unit",
+    "wait",
+    "recompute",
+    "offload",
+    "release",
+    "emit_gradients",
+    "release_gradients",
+)
+RANK: dict[Kind, int] = {kind: rank for rank, kind in enumerate(_ORDER)}
+"""Canonical order around an op (lohan_fx.program): up to recompute before it, the others after
+it. A node of a kind stands behind all nodes of lower rank at the same place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +41,14 @@ class Mark:
     """What an inserted node is: ``node.meta["lohan"]``.
 
     `name` is the residual, unit window, unit or region; `key` the slot or unit number that the
-    runtime knows it by; results that are taken out of a tuple carry their source's mark with
-    `part` set.
+    runtime knows it by. Results that are taken out of a tuple, and views that are made for one
+    op of ours alone, carry that op's mark with `part` set.
     """
 
     kind: Kind
     name: str
     key: int = -1
-    tier: str = "device"
+    tier: Tier = "device"
     num_bytes: int = 0
     part: bool = False
 
@@ -59,8 +61,12 @@ class Mark:
 class Rewrite:
     """A copy of the joint graph being rewritten, with what the passes need to know.
 
-    `run` is the number under which the runtime registers the engine; `slots` numbers the
-    swapped residuals and `units` the units; `handles` are the releases that prefetches follow.
+    `run` is the number under which the runtime registers the engine. `nodes` are the captured
+    graph's nodes by name: values and ops have their nodes' names. `slots` numbers the swapped
+    residuals and `units` the units; `handles` are the releases that prefetches follow.
+
+    Raises:
+        PlanError: the plan does not fit the workload, or needs what no pass makes.
     """
 
     captured: Captured
@@ -70,17 +76,22 @@ class Rewrite:
     run: int = 0
     module: fx.GraphModule = field(init=False)
     regions: tuple[Region, ...] = field(init=False)
-    op_nodes: dict[str, fx.Node] = field(init=False)
+    nodes: dict[str, fx.Node] = field(init=False)
     slots: dict[str, int] = field(init=False)
     units: dict[str, int] = field(init=False)
     handles: dict[str, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, unit in self.plan.units.items():
+            if unit.access == "direct" or unit.gradients == "direct":
+                raise PlanError(
+                    f"unit {name} is read or written in host memory directly: such plans can be "
+                    "simulated, but not run"
+                )
         self.captured = self.captured.clone()
         self.module = self.captured.graph
         self.regions = regions_of(self.workload, self.plan)
-        nodes = {n.name: n for n in self.graph.nodes}
-        self.op_nodes = {op.name: nodes[op.name] for op in self.workload.ops}
+        self.nodes = {n.name: n for n in self.graph.nodes}
         swapped = [v for v in self.workload.residuals if self.plan.residuals[v].action == "swap"]
         self.slots = {v: i for i, v in enumerate(swapped)}
         self.units = {u.name: i for i, u in enumerate(self.layouts)}
@@ -89,100 +100,124 @@ class Rewrite:
     def graph(self) -> fx.Graph:
         return self.module.graph
 
-    def node(self, name: str) -> fx.Node:
-        return next(n for n in self.graph.nodes if n.name == name)
+    def is_op(self, node: fx.Node) -> bool:
+        """Whether the node is an op of the workload (and no view, result or node of ours)."""
+        return node.name in self.workload.op_index and self.nodes.get(node.name) is node
 
-    def first_use(self, value: str) -> int:
-        """First backward use of a residual: an op, or the op that a region stands before."""
-        uses = [self.workload.first_backward_use(value)]
-        uses += [r.anchor for r in self.regions if value in r.reads]
-        return min(uses)
+    @cached_property
+    def first_uses(self) -> dict[str, int]:
+        """Swapped residual → first backward use: an op, or the op that a region stands before.
 
-    def before(self, op: str, rank: int) -> fx.Node:
-        """The node to insert in front of, for a node of `rank` that stands before `op`."""
-        at = self.op_nodes[op]
+        In the order in which waits and prefetches stand.
+        """
+        first = {v: self.workload.first_backward_use(v) for v in self.slots}
+        for region in self.regions:
+            for v in region.reads:
+                if v in first:
+                    first[v] = min(first[v], region.anchor)
+        return dict(sorted(first.items(), key=lambda item: item[1]))
+
+    # -- places -----------------------------------------------------------------------------
+
+    def insert_before(
+        self, op: str, target: Callable[..., Any] | str, args: tuple[Any, ...], mark: Mark
+    ) -> fx.Node:
+        """Insert one op of ours at the place of its rank before compute op `op`."""
+        anchor = at = self.nodes[op]
         while True:
             previous = at.prev
-            mark = previous.meta.get("lohan")
-            if mark is not None:
-                if not rank < mark.rank <= RANK["recompute"]:
-                    return at
-            elif previous.meta.get("phase") != at.meta["phase"] or not is_view(previous):
-                return at
+            other: Mark | None = previous.meta.get("lohan")
+            if other is not None:
+                if not mark.rank < other.rank <= RANK["recompute"]:
+                    break
+            elif previous.meta.get("phase") != anchor.meta["phase"] or not is_view(previous):
+                break
             at = previous
+        with self.graph.inserting_before(at):
+            return self._create(anchor, target, args, mark)
 
-    def after(self, op: str, rank: int) -> fx.Node:
-        """The node to insert behind, for a node of `rank` that stands after `op`."""
-        at = self.op_nodes[op]
+    def insert_after(
+        self, op: str, target: Callable[..., Any], args: tuple[Any, ...], mark: Mark
+    ) -> fx.Node:
+        """Insert one op of ours at the place of its rank after compute op `op`."""
+        anchor = at = self.nodes[op]
         while True:
             following = at.next
-            mark = following.meta.get("lohan")
-            if mark is not None:
-                if not RANK["recompute"] < mark.rank <= rank:
-                    return at
-            elif not (is_getitem(following) and following.args[0] is self.op_nodes[op]):
-                return at
+            other: Mark | None = following.meta.get("lohan")
+            if other is not None:
+                if not RANK["recompute"] < other.rank <= mark.rank:
+                    break
+            elif not (is_getitem(following) and following.args[0] is anchor):
+                break
             at = following
+        with self.graph.inserting_after(at):
+            return self._create(anchor, target, args, mark)
 
-    def insert(
-        self,
-        where: fx.Node,
-        target: Callable[..., Any] | str,
-        args: tuple[Any, ...],
-        mark: Mark,
-        value: Any,
-        *,
-        behind: bool,
-        phase: str,
-        block: str = "",
+    def _create(
+        self, anchor: fx.Node, target: Callable[..., Any] | str, args: tuple[Any, ...], mark: Mark
     ) -> fx.Node:
-        """Insert one op of ours. `value` is its (fake) result, a new storage."""
-        context = (
-            self.graph.inserting_after(where) if behind else self.graph.inserting_before(where)
+        op = "call_module" if isinstance(target, str) else "call_function"
+        name = f"{mark.kind}_{mark.name}"
+        node = self.graph.create_node(op, target, args, name=name)
+        node.meta.update(
+            val=self._token, lohan=mark, phase=anchor.meta["phase"], block=anchor.meta["block"]
         )
-        with context:
-            if isinstance(target, str):
-                node = self.graph.call_module(target, args)
-            else:
-                node = self.graph.call_function(target, args)
-        node.meta.update(val=value, lohan=mark, phase=phase, block=block)
-        if isinstance(value, torch.Tensor):
-            node.meta["root"] = node
+        node.meta["root"] = node
         return node
 
-    def take(self, source: fx.Node, index: int, like: fx.Node, *, view_of: fx.Node | None) -> fx.Node:
-        """Take result `index` out of a tuple-valued op of ours, behind its other results."""
+    @cached_property
+    def _token(self) -> torch.Tensor:
+        """The fake result of an op that returns only an order: an empty tensor on the host."""
+        values = (n.meta.get("val") for n in self.graph.nodes)
+        mode = next(v.fake_mode for v in values if isinstance(v, FakeTensor))
+        with mode:
+            return torch.empty(0)
+
+    # -- results ----------------------------------------------------------------------------
+
+    def returns(self, node: fx.Node, value: Any, *, view_of: fx.Node | None = None) -> fx.Node:
+        """Say what an inserted op returns (`value` is fake), on whose storage; returns `node`."""
+        node.meta["val"] = value
+        node.meta.pop("root", None)
+        if isinstance(value, torch.Tensor):
+            node.meta["root"] = view_of if view_of is not None else node
+        return node
+
+    def take(
+        self,
+        source: fx.Node,
+        index: int,
+        like: fx.Node,
+        *,
+        name: str,
+        view_of: fx.Node | None = None,
+    ) -> fx.Node:
+        """Take result `index` out of a tuple-valued op of ours, behind its other results.
+
+        It stands for `like` from here on.
+        """
         last = source
         while is_getitem(last.next) and last.next.args[0] is source:
             last = last.next
         with self.graph.inserting_after(last):
-            node = self.graph.call_function(operator.getitem, (source, index))
+            node = self.graph.create_node(
+                "call_function", operator.getitem, (source, index), name=name
+            )
         node.meta.update(
-            val=like.meta["val"],
             lohan=dataclasses.replace(source.meta["lohan"], part=True),
             phase=source.meta["phase"],
             block=source.meta["block"],
         )
-        node.meta["root"] = view_of if view_of is not None else node
-        return node
+        return self.returns(node, like.meta["val"], view_of=view_of)
 
-    def empty_like(self, node: fx.Node) -> Any:
-        """A fake result with the strides of `node`, on a storage of its own."""
+    @staticmethod
+    def empty_like(node: fx.Node) -> torch.Tensor:
+        """A fake tensor with the strides of `node`'s, on a storage of its own."""
         value = node.meta["val"]
         with value.fake_mode:
             return torch.empty_strided(
                 value.size(), value.stride(), dtype=value.dtype, device=value.device
             )
-
-    def token(self) -> Any:
-        """The fake result of an op that returns only an order: an empty tensor on the host."""
-        mode = next(
-            n.meta["val"].fake_mode
-            for n in self.graph.nodes
-            if isinstance(n.meta.get("val"), FakeTensor)
-        )
-        with mode:
-            return torch.empty(0)
 
 
 class Pass(Protocol):
@@ -210,21 +245,34 @@ class PassManager:
         for step in self.passes:
             try:
                 step(rewrite)
-                rewrite.graph.lint()
                 if self.verify is not None:
                     self.verify(rewrite)
-            except LohanError:
-                raise
+                rewrite.graph.lint()
             except Exception as error:
+                if isinstance(error, LohanError) and not isinstance(error, VerificationError):
+                    raise
                 raise VerificationError(
-                    f"pass {step.name!r} failed (after {', '.join(done) or 'none'}): {error}"
+                    f"pass {step.name!r} (after {', '.join(done) or 'none'}): {error}"
                 ) from error
             done.append(step.name)
             if self.observe is not None:
                 self.observe(step.name, rewrite)
 
 
+def backward_users(node: fx.Node) -> list[fx.Node]:
+    """The nodes of the backward that read `node`."""
+    return [user for user in node.users if user.meta.get("phase") == "backward"]
+
+
 def replace_uses(old: fx.Node, new: fx.Node, users: Iterable[fx.Node]) -> None:
-    """Make `users` read `new` where they read `old`."""
+    """Make `users` read `new` where they read `old`; views among them share its storage then."""
     for user in list(users):
         user.replace_input_with(old, new)
+        _move_view(user, new.meta["root"])
+
+
+def _move_view(node: fx.Node, root: fx.Node) -> None:
+    if is_view(node) and "lohan" not in node.meta:
+        node.meta["root"] = root
+        for user in node.users:
+            _move_view(user, root)

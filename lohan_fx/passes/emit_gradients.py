@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -20,19 +21,17 @@ class EmitGradients:
 
     def __call__(self, rewrite: Rewrite) -> None:
         output = rewrite.graph.output_node()
-        returned = list(output.args[0])  # type: ignore[arg-type]
+        returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         gradient: dict[str, fx.Node] = {}
         trained = {s.name for u in rewrite.layouts if u.trains for s in u.slices}
         for i, (node, role) in enumerate(zip(returned, rewrite.captured.outputs, strict=True)):
             name = rewrite.captured.first_name(role.target)
-            if role.kind == "gradient" and name in trained and isinstance(node, fx.Node):
+            if role.kind == "gradient" and name in trained:
                 gradient[name] = node
                 returned[i] = None
         for layout in rewrite.layouts:
-            unit = rewrite.workload.unit_by_name[layout.name]
-            if not unit.trainable:
-                continue
-            self._emit(rewrite, layout.name, [gradient.get(s.name) for s in layout.slices])
+            if rewrite.workload.unit_by_name[layout.name].trainable:
+                self._emit(rewrite, layout.name, [gradient.get(s.name) for s in layout.slices])
         output.args = (tuple(returned),)
 
     @staticmethod
@@ -49,32 +48,19 @@ class EmitGradients:
             tier=decision.tier,
             num_bytes=unit.gradient_bytes if moves else 0,
         )
-        token = rewrite.insert(
-            rewrite.after(decision.emit_after, mark.rank),
-            ops.emit_gradients,
-            (gradients, rewrite.run, key),
-            mark,
-            rewrite.token(),
-            behind=True,
-            phase="backward",
-            block=rewrite.op_nodes[decision.emit_after].meta["block"],
+        token = rewrite.insert_after(
+            decision.emit_after, ops.emit_gradients, (gradients, rewrite.run, key), mark
         )
         memo: dict[fx.Node, fx.Node] = {}
         gradients = [g if g is None else replay(rewrite.graph, g, token, memo) for g in gradients]
         for clone in memo.values():  # they stand with the op that they are made for
             clone.meta["lohan"] = dataclasses.replace(mark, part=True)
         token.args = (gradients, rewrite.run, key)
-        if not moves:
-            return
-        assert decision.release_gradients_after is not None
-        mark = Mark(kind="release_gradients", name=name, key=key)
-        rewrite.insert(
-            rewrite.after(decision.release_gradients_after, mark.rank),
-            ops.release_gradients,
-            (gradients, token, rewrite.run, key),
-            mark,
-            rewrite.token(),
-            behind=True,
-            phase="backward",
-            block=rewrite.op_nodes[decision.release_gradients_after].meta["block"],
-        )
+        if moves:
+            assert decision.release_gradients_after is not None
+            rewrite.insert_after(
+                decision.release_gradients_after,
+                ops.release_gradients,
+                (gradients, token, rewrite.run, key),
+                Mark(kind="release_gradients", name=name, key=key),
+            )

@@ -1,8 +1,8 @@
 """Replay views where they are used, so that a value is saved once a storage, by its root.
 
-After this pass backward reads forward values only by the node that made their storage, every
-view of a parameter stands right before the op that reads it, and the results of a tuple-valued
-op follow it at once.
+After this pass backward reads what exists before it only by the node that made the storage,
+every view of a parameter stands right before the op that reads it, and the results of a
+tuple-valued op follow it at once.
 """
 
 from __future__ import annotations
@@ -23,49 +23,36 @@ class Normalize:
 
     def __call__(self, rewrite: Rewrite) -> None:
         graph = rewrite.graph
-        self._gather_results(graph)
+        _gather_results(graph)
         shared: dict[fx.Node, fx.Node] = {}
         for node in list(graph.nodes):
-            if node.op in ("placeholder", "output") or is_view(node):
-                continue
-            if is_getitem(node):
+            if node.op in ("placeholder", "output") or is_getitem(node) or is_view(node):
                 continue
             backward = node.meta["phase"] == "backward"
             private: dict[fx.Node, fx.Node] = {}
             for source in node.all_input_nodes:
                 if not is_view(source):
                     continue
-                root = view_root(source)
+                root: fx.Node = source.meta["root"]
                 if is_parameter(root):
                     memo = private
-                elif backward and root.meta["phase"] == "forward" and root.op != "placeholder":
+                elif backward and root.meta["phase"] == "forward":
                     memo = shared
                 else:
                     continue
                 node.replace_input_with(source, replay(graph, source, node, memo))
         for node in reversed(list(graph.nodes)):
-            if is_view(node) and not node.users and node.op == "call_function":
+            if node.op == "call_function" and not node.users and is_view(node):
                 graph.erase_node(node)
 
-    @staticmethod
-    def _gather_results(graph: fx.Graph) -> None:
-        for node in list(graph.nodes):
-            if isinstance(node.meta.get("val"), (tuple, list)):
-                last = node
-                for user in sorted(node.users, key=lambda u: u.args[1] if is_getitem(u) else -1):
-                    if is_getitem(user):
-                        last.append(user)
-                        last = user
 
-
-def view_root(node: fx.Node) -> fx.Node:
-    """The node whose storage a view shares; for a tuple of views, that of its first input."""
-    root = node.meta.get("root")
-    if root is None:
-        source = node.all_input_nodes[0]
-        return view_root(source) if is_view(source) else source.meta["root"]
-    assert isinstance(root, fx.Node)
-    return root
+def _gather_results(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            last = node
+            for result in sorted(filter(is_getitem, node.users), key=lambda u: u.args[1]):
+                last.append(result)
+                last = result
 
 
 def is_parameter(node: fx.Node) -> bool:

@@ -18,34 +18,23 @@ class Offload:
         w = rewrite.workload
         for v, slot in rewrite.slots.items():
             decision = rewrite.plan.residuals[v]
-            source = rewrite.node(v)
-            made = w.ops[w.producer[v]].name
-            mark = Mark(
-                kind="offload",
-                name=v,
-                key=slot,
-                tier=decision.tier,
-                num_bytes=w.values[v].num_bytes,
-            )
-            handle = rewrite.insert(
-                rewrite.after(made, mark.rank),
+            assert decision.release_after is not None
+            source = rewrite.nodes[v]
+            handle = rewrite.insert_after(
+                w.ops[w.producer[v]].name,
                 ops.offload,
                 (source, rewrite.run, slot),
-                mark,
-                rewrite.token(),
-                behind=True,
-                phase="forward",
-                block=source.meta["block"],
+                Mark(
+                    kind="offload",
+                    name=v,
+                    key=slot,
+                    tier=decision.tier,
+                    num_bytes=w.values[v].num_bytes,
+                ),
             )
-            assert decision.release_after is not None
-            mark = Mark(kind="release", name=v, key=slot)
-            rewrite.handles[v] = rewrite.insert(
-                rewrite.after(decision.release_after, mark.rank),
+            rewrite.handles[v] = rewrite.insert_after(
+                decision.release_after,
                 ops.release,
                 (source, handle, rewrite.run, slot),
-                mark,
-                rewrite.token(),
-                behind=True,
-                phase="forward",
-                block=rewrite.op_nodes[decision.release_after].meta["block"],
+                Mark(kind="release", name=v, key=slot),
             )

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from lohan_fx.annotate import Slice, UnitLayout
-from lohan_fx.passes.base import Mark, Rewrite
+from lohan_fx.annotate import UnitLayout
+from lohan_fx.passes.base import Mark, Rewrite, replace_uses
 from lohan_fx.passes.normalize import is_parameter
 from lohan_fx.program import window_storage
 from lohan_fx.runtime import ops
@@ -28,64 +28,56 @@ class Parameters:
         inputs = _placeholders(rewrite)
         position = _positions(rewrite)
         for layout in rewrite.layouts:
-            if rewrite.plan.units[layout.name].tier == "device":
-                continue
-            self._windows(rewrite, layout, inputs, position)
-        for node in (n for nodes in inputs.values() for n in nodes):
-            if not node.users:
-                rewrite.graph.erase_node(node)
+            if rewrite.plan.units[layout.name].tier != "device":
+                _windows(rewrite, layout, inputs, position)
+        for nodes in inputs.values():
+            for node in nodes:
+                if not node.users:
+                    rewrite.graph.erase_node(node)
 
-    @staticmethod
-    def _windows(
-        rewrite: Rewrite,
-        layout: UnitLayout,
-        inputs: dict[str, list[fx.Node]],
-        position: dict[fx.Node, int],
-    ) -> None:
-        w = rewrite.workload
-        unit = w.unit_by_name[layout.name]
-        decision = rewrite.plan.units[layout.name]
-        key = rewrite.units[layout.name]
-        for k, window in enumerate(decision.windows):
-            name = window_storage(layout.name, k)
-            issue = rewrite.op_nodes[window.fetch_before]
-            mark = Mark(
+
+def _windows(
+    rewrite: Rewrite,
+    layout: UnitLayout,
+    inputs: dict[str, list[fx.Node]],
+    position: dict[fx.Node, int],
+) -> None:
+    w = rewrite.workload
+    decision = rewrite.plan.units[layout.name]
+    key = rewrite.units[layout.name]
+    parameters = [node for s in layout.slices for node in inputs.get(s.name, ())]
+    if not parameters:
+        return
+    flat_value, slice_values = _values(layout, parameters[0])
+    for k, window in enumerate(decision.windows):
+        name = window_storage(layout.name, k)
+        flat = rewrite.insert_before(
+            window.fetch_before,
+            ops.fetch_unit,
+            (rewrite.run, key, k),
+            Mark(
                 kind="fetch_unit",
                 name=name,
                 key=key,
                 tier=decision.tier,
-                num_bytes=unit.compute_bytes,
-            )
-            flat = rewrite.insert(
-                rewrite.before(window.fetch_before, mark.rank),
-                ops.fetch_unit,
-                (rewrite.run, key, k),
-                mark,
-                _flat(rewrite, layout),
-                behind=False,
-                phase=issue.meta["phase"],
-                block=issue.meta["block"],
-            )
-            first = rewrite.op_nodes[window.first_use]
-            mark = Mark(kind="wait_unit", name=name, key=key)
-            ready = rewrite.insert(
-                rewrite.before(window.first_use, mark.rank),
-                ops.wait_unit,
-                (flat, rewrite.run, key, k),
-                mark,
-                tuple(_view(flat.meta["val"], s) for s in layout.slices),
-                behind=False,
-                phase=first.meta["phase"],
-                block=first.meta["block"],
-            )
-            lo, hi = w.op_index[window.first_use], w.op_index[window.last_use]
-            for j, s in enumerate(layout.slices):
-                for parameter in inputs.get(s.name, ()):
-                    users = [u for u in parameter.users if lo <= position.get(u, -1) <= hi]
-                    if users:
-                        again = rewrite.take(ready, j, parameter, view_of=flat)
-                        for user in users:
-                            user.replace_input_with(parameter, again)
+                num_bytes=w.unit_by_name[layout.name].compute_bytes,
+            ),
+        )
+        rewrite.returns(flat, flat_value)
+        ready = rewrite.insert_before(
+            window.first_use,
+            ops.wait_unit,
+            (flat, rewrite.run, key, k),
+            Mark(kind="wait_unit", name=name, key=key),
+        )
+        rewrite.returns(ready, slice_values)
+        lo, hi = w.op_index[window.first_use], w.op_index[window.last_use]
+        for j, s in enumerate(layout.slices):
+            for parameter in inputs.get(s.name, ()):
+                users = [u for u in parameter.users if lo <= position.get(u, -1) <= hi]
+                if users:
+                    again = rewrite.take(ready, j, parameter, name=parameter.name, view_of=flat)
+                    replace_uses(parameter, again, users)
 
 
 def _placeholders(rewrite: Rewrite) -> dict[str, list[fx.Node]]:
@@ -100,22 +92,20 @@ def _placeholders(rewrite: Rewrite) -> dict[str, list[fx.Node]]:
 
 def _positions(rewrite: Rewrite) -> dict[fx.Node, int]:
     """Node → index of the op that it is, or stands before (views, regions)."""
-    index = {rewrite.op_nodes[op.name]: i for i, op in enumerate(rewrite.workload.ops)}
+    index = {rewrite.nodes[op.name]: i for i, op in enumerate(rewrite.workload.ops)}
     found: dict[fx.Node, int] = {}
     at = len(index)
-    for node in reversed(list(rewrite.graph.nodes)):
+    for node in reversed(rewrite.graph.nodes):
         at = index.get(node, at)
         found[node] = at
     return found
 
 
-def _flat(rewrite: Rewrite, layout: UnitLayout) -> torch.Tensor:
-    like = next(
-        n.meta["val"] for n in rewrite.graph.find_nodes(op="placeholder") if is_parameter(n)
-    )
-    with like.fake_mode:
-        return torch.empty(layout.numel, dtype=layout.copy_dtype, device=like.device)
-
-
-def _view(flat: torch.Tensor, s: Slice) -> torch.Tensor:
-    return flat.as_strided(s.shape, s.stride, s.offset)
+def _values(
+    layout: UnitLayout, parameter: fx.Node
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The fake flat buffer of a unit, and its slices; all windows of the unit share them."""
+    like = parameter.meta["val"]
+    with like.fake_mode, torch.no_grad():
+        flat = torch.empty(layout.numel, dtype=layout.copy_dtype, device=like.device)
+        return flat, tuple(flat.as_strided(s.shape, s.stride, s.offset) for s in layout.slices)

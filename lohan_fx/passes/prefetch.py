@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lohan_fx.passes.base import Mark, Rewrite, replace_uses
+from lohan_fx.passes.base import Mark, Rewrite, backward_users, replace_uses
 from lohan_fx.runtime import ops
 
 
@@ -16,40 +16,30 @@ class Prefetch:
 
     def __call__(self, rewrite: Rewrite) -> None:
         w = rewrite.workload
-        for v in sorted(rewrite.slots, key=rewrite.first_use):
+        for v, first in rewrite.first_uses.items():
             slot = rewrite.slots[v]
             decision = rewrite.plan.residuals[v]
-            source = rewrite.node(v)
-            users = [u for u in source.users if u.meta.get("phase") == "backward"]
             assert decision.prefetch_before is not None
-            mark = Mark(
-                kind="prefetch",
-                name=v,
-                key=slot,
-                tier=decision.tier,
-                num_bytes=w.values[v].num_bytes,
-            )
-            buffer = rewrite.insert(
-                rewrite.before(decision.prefetch_before, mark.rank),
+            source = rewrite.nodes[v]
+            users = backward_users(source)
+            buffer = rewrite.insert_before(
+                decision.prefetch_before,
                 ops.prefetch,
                 (rewrite.handles[v], rewrite.run, slot),
-                mark,
-                rewrite.empty_like(source),
-                behind=False,
-                phase="backward",
-                block=rewrite.op_nodes[decision.prefetch_before].meta["block"],
+                Mark(
+                    kind="prefetch",
+                    name=v,
+                    key=slot,
+                    tier=decision.tier,
+                    num_bytes=w.values[v].num_bytes,
+                ),
             )
-            first = w.ops[rewrite.first_use(v)].name
-            mark = Mark(kind="wait", name=v, key=slot)
-            ready = rewrite.insert(
-                rewrite.before(first, mark.rank),
+            rewrite.returns(buffer, rewrite.empty_like(source))
+            ready = rewrite.insert_before(
+                w.ops[first].name,
                 ops.wait,
                 (buffer, rewrite.run, slot),
-                mark,
-                buffer.meta["val"],
-                behind=False,
-                phase="backward",
-                block=rewrite.op_nodes[first].meta["block"],
+                Mark(kind="wait", name=v, key=slot),
             )
-            ready.meta["root"] = buffer
+            rewrite.returns(ready, buffer.meta["val"], view_of=buffer)
             replace_uses(source, ready, users)

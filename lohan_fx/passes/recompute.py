@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from lohan_fx._compat import LazyGraphModule
 from lohan_fx.annotate import is_getitem, is_view
-from lohan_fx.passes.base import Mark, Rewrite, replace_uses
+from lohan_fx.passes.base import Mark, Rewrite, backward_users, replace_uses
 from lohan_fx.program import Region
 
 
@@ -20,61 +21,50 @@ class Recompute:
 
     def __call__(self, rewrite: Rewrite) -> None:
         current: dict[str, fx.Node] = {}
-        by_name = {n.name: n for n in rewrite.graph.nodes}
         for k, region in enumerate(rewrite.regions):
-            body, sources = _region_body(rewrite, region, by_name)
             target = f"recompute_{k}_{re.sub(r'[^0-9a-zA-Z_]', '_', region.name)}"
-            rewrite.module.add_submodule(target, body)
-            mark = Mark(kind="recompute", name=region.name, key=k)
-            anchor = rewrite.workload.ops[region.anchor].name
-            call = rewrite.insert(
-                rewrite.before(anchor, mark.rank),
+            rewrite.module.add_submodule(target, _body(rewrite, region))
+            wanted = [rewrite.nodes[v] for v in region.wanted]
+            call = rewrite.insert_before(
+                rewrite.workload.ops[region.anchor].name,
                 target,
-                tuple(current.get(s.name, s) for s in sources),
-                mark,
-                tuple(by_name[v].meta["val"] for v in region.wanted),
-                behind=False,
-                phase="backward",
-                block=rewrite.op_nodes[anchor].meta["block"],
+                tuple(current.get(v, rewrite.nodes[v]) for v in region.reads),
+                Mark(kind="recompute", name=region.name, key=k),
             )
-            for j, v in enumerate(region.wanted):
-                original = by_name[v]
-                again = rewrite.take(call, j, original, view_of=None)
-                users = [u for u in original.users if u.meta.get("phase") == "backward"]
-                replace_uses(original, again, (u for u in users if u is not call))
-                current[v] = again
+            rewrite.returns(call, tuple(node.meta["val"] for node in wanted))
+            for j, node in enumerate(wanted):
+                users = backward_users(node)
+                again = rewrite.take(call, j, node, name=f"{node.name}_again")
+                replace_uses(node, again, users)
+                current[node.name] = again
 
 
-def _region_body(
-    rewrite: Rewrite, region: Region, by_name: dict[str, fx.Node]
-) -> tuple[fx.GraphModule, list[fx.Node]]:
+def _body(rewrite: Rewrite, region: Region) -> fx.GraphModule:
     """Clone the region's ops, with the views between them, into a graph of its own."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    sources: list[fx.Node] = []
     for v in region.reads:
-        sources.append(by_name[v])
-        env[by_name[v]] = graph.placeholder(v)
-        env[by_name[v]].meta = {"val": by_name[v].meta["val"]}
+        node = rewrite.nodes[v]
+        env[node] = graph.placeholder(v)
+        env[node].meta = {"val": node.meta["val"], "root": node}
 
-    def clone(node: fx.Node) -> fx.Node:
-        if node in env:
-            return env[node]
-        for source in node.all_input_nodes:
-            clone(source)
-        made = graph.node_copy(node, env.__getitem__)
-        env[node] = made
-        return made
+    def clone(node: fx.Node) -> None:
+        if node not in env:
+            for source in node.all_input_nodes:
+                clone(source)
+            env[node] = graph.node_copy(node, env.__getitem__)
 
     for i in region.ops:
-        op = rewrite.op_nodes[rewrite.workload.ops[i].name]
+        op = rewrite.nodes[rewrite.workload.ops[i].name]
         clone(op)
         for user in op.users:
             if is_getitem(user) and not is_view(user):
                 clone(user)
-    graph.output(tuple(env[by_name[v]] for v in region.wanted))
+    graph.output(tuple(env[rewrite.nodes[v]] for v in region.wanted))
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
-    body = fx.GraphModule(rewrite.module, graph, class_name="RecomputeRegion")
-    return body, sources
+    for made in env.values():  # a root is a node of the same graph
+        if "root" in made.meta:
+            made.meta["root"] = env[made.meta["root"]]
+    return LazyGraphModule(rewrite.module, graph, class_name="RecomputeRegion")

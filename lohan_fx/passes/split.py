@@ -7,6 +7,7 @@ tensor dies at its last use.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,80 +36,82 @@ class Halves:
 
 
 def split(rewrite: Rewrite) -> Halves:
-    """Cut the program. A buffer that forward changes is saved as it was, by a copy."""
+    """Cut the program. A buffer or input that forward changes is saved as it was, by a copy."""
     graph = rewrite.graph
-    body = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    ahead = [n for n in body if n.meta["phase"] == "forward"]
-    behind = [n for n in body if n.meta["phase"] == "backward"]
-    returned = list(zip(graph.output_node().args[0], rewrite.captured.outputs, strict=True))  # type: ignore[arg-type]
+    nodes = [n for n in graph.nodes if n.op != "output"]
+    flat: Any = graph.output_node().args[0]
+    returned = list(zip(flat, rewrite.captured.outputs, strict=True))
     out_forward = [(n, r) for n, r in returned if r.kind != "gradient"]
     out_backward = [(n, r) for n, r in returned if r.kind == "gradient" and n is not None]
-    mutated = {(r.target, r.index) for _, r in out_forward if r.kind == "mutation"}
+    written = {(r.target, r.index) for _, r in out_forward if r.kind == "mutation"}
 
-    in_behind = set(behind)
+    def in_backward(node: fx.Node) -> bool:
+        return node.op not in ("placeholder", "output") and node.meta["phase"] == "backward"
+
+    def is_changed(node: fx.Node) -> bool:
+        """Whether forward changes this buffer or input."""
+        role = node.meta.get("role")
+        return (
+            role is not None
+            and role.kind in ("buffer", "input")
+            and (role.target, role.index) in written
+        )
+
+    def is_direct(node: fx.Node) -> bool:
+        """Whether backward finds the value again by itself, where forward found it."""
+        if node.op != "placeholder":
+            return node.op == "get_attr"
+        return node.meta["role"].kind != "input" and not is_changed(node)
+
+    wanted = {n for n, _ in out_backward}
     needed = [
-        n
-        for n in graph.nodes
-        if n not in in_behind
-        and n.op != "output"
-        and (
-            any(u in in_behind for u in n.users)
-            or any(n is g for g, _ in out_backward)
-        )
+        n for n in nodes if not in_backward(n) and (n in wanted or any(map(in_backward, n.users)))
     ]
-    direct = [
-        n
-        for n in needed
-        if n.op == "get_attr"
-        or (
-            n.op == "placeholder"
-            and n.meta["role"].kind in ("parameter", "buffer", "tangent")
-            and (n.meta["role"].target, n.meta["role"].index) not in mutated
-        )
-    ]
-    saved = [n for n in needed if n not in set(direct)]
+    direct = [n for n in needed if is_direct(n)]
+    saved = [n for n in needed if not is_direct(n)]
 
     forward = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
+    kept, constants = set(saved), {n for n in direct if n.op == "get_attr"}
     takes = [
         n
         for n in graph.find_nodes(op="placeholder")
         if n.meta["role"].kind != "tangent"
-        and (any(u not in in_behind for u in n.users) or n in set(saved))
+        and (n in kept or any(not in_backward(u) for u in n.users))
     ]
     for node in takes:
         env[node] = forward.node_copy(node)
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in saved:
-        role = node.meta.get("role")
-        if role is not None and (role.target, role.index) in mutated:
-            copies[node] = forward.call_function(torch.ops.aten.clone.default, (env[node],))
-    for node in ahead:
-        env[node] = forward.node_copy(node, env.__getitem__)
+    copies = {
+        n: forward.call_function(torch.ops.aten.clone.default, (env[n],))
+        for n in saved
+        if is_changed(n)
+    }
+    for node in nodes:
+        if node.op != "placeholder" and not in_backward(node):
+            env[node] = forward.node_copy(node, env.__getitem__)
     forward.output(
-        tuple(env[n] if isinstance(n, fx.Node) else n for n, _ in out_forward)
-        + tuple(copies.get(n, env[n]) for n in saved)
+        (
+            *(env[n] if isinstance(n, fx.Node) else n for n, _ in out_forward),
+            *(copies.get(n, env[n]) for n in saved),
+        )
     )
-    halves_backward = None
-    if behind or out_backward:
-        backward = fx.Graph()
-        env = {}
-        for node in (*[n for n in direct if n.op == "placeholder"], *saved):
-            env[node] = backward.placeholder(node.name)
-            env[node].meta = dict(node.meta)
-        for node in direct:
-            if node.op == "get_attr":
-                env[node] = backward.node_copy(node)
-        for node in behind:
+
+    backward = fx.Graph()
+    env = {}
+    inputs = [n for n in direct if n.op == "placeholder"]
+    for node in (*inputs, *saved):
+        env[node] = backward.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    for node in nodes:
+        if in_backward(node) or node in constants:
             env[node] = backward.node_copy(node, env.__getitem__)
-        backward.output(tuple(env[n] for n, _ in out_backward))
-        halves_backward = boxed(rewrite.module, backward)
+    backward.output(tuple(env[n] for n, _ in out_backward))
     return Halves(
         forward=boxed(rewrite.module, forward),
-        backward=halves_backward,
+        backward=boxed(rewrite.module, backward) if rewrite.captured.has_backward else None,
         forward_inputs=tuple(n.meta["role"] for n in takes),
         forward_outputs=tuple(r for _, r in out_forward),
-        backward_inputs=tuple(n.meta["role"] for n in direct if n.op == "placeholder"),
+        backward_inputs=tuple(n.meta["role"] for n in inputs),
         backward_outputs=tuple(r for _, r in out_backward),
         num_saved=len(saved),
     )

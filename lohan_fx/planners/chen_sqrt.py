@@ -55,22 +55,20 @@ def checkpoints(workload: Workload) -> tuple[str, ...]:
 def keep_checkpoints(setting: Setting) -> Activations:
     """The activation policy: one region a segment, named by the checkpoint that it starts from."""
     w = setting.workload
-    chosen = checkpoints(w)
-    kept = set(chosen) | must_save(w)
+    chosen = set(checkpoints(w))
+    kept = chosen | must_save(w)
     actions: dict[str, Action] = {v: "keep" if v in kept else "recompute" for v in w.residuals}
     regions: dict[str, str] = {}
     segment = "start"
     for v in w.residuals:
         if v in chosen:
-            segment = v
+            segment = f"after {v}"
         elif actions[v] == "recompute":
-            regions[v] = f"from {segment}"
+            regions[v] = segment
     note = f"{len(chosen)} of {len(articulation_points(w))} articulation points are kept"
     return Activations(actions=actions, regions=regions, notes=(note,))
 
 
 CHEN_SQRT = register("chen-sqrt")(
-    Strategy(
-        name="chen-sqrt", activations=keep_checkpoints, states="device", schedule="serial"
-    )
+    Strategy(name="chen-sqrt", activations=keep_checkpoints, states="device", schedule="serial")
 )

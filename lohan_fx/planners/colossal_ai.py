@@ -15,7 +15,5 @@ from lohan_fx.planners.registry import register
 from lohan_fx.planners.strategy import Strategy
 
 COLOSSAL_AI = register("colossal-ai")(
-    Strategy(
-        name="colossal-ai", activations=BlockInputs("keep"), states="ssd", schedule="serial"
-    )
+    Strategy(name="colossal-ai", activations=BlockInputs("keep"), states="ssd", schedule="serial")
 )

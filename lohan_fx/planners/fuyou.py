@@ -26,8 +26,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from lohan_fx.cost_model import CostOptions, Demand, IterationTime, iteration_time, unit_demand
-from lohan_fx.errors import InsufficientMemoryError, format_bytes
+from lohan_fx.cost_model import CostOptions, IterationTime, iteration_time, unit_demand
+from lohan_fx.errors import format_bytes
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Action
 from lohan_fx.planners.prefix import affordable_prefix
@@ -151,6 +151,4 @@ def schedule_activations(setting: Setting) -> Activations:
     )
 
 
-FUYOU = register("fuyou")(
-    Strategy(name="fuyou", activations=schedule_activations, states="ssd")
-)
+FUYOU = register("fuyou")(Strategy(name="fuyou", activations=schedule_activations, states="ssd"))

@@ -38,7 +38,6 @@ from lohan_fx.planners.registry import register
 from lohan_fx.planners.schedule import tiny_residuals
 from lohan_fx.planners.strategy import Activations, Setting, Strategy
 from lohan_fx.planners.tiers import has_ssd, host_room
-from lohan_fx.workload import Workload
 
 LINE = 0.99
 """Where the search ends, of the device budget."""
@@ -142,7 +141,7 @@ class _Migrations:
             if tier == "ssd" and idle_s <= ssd_interval_s(self.hw, size):
                 continue
             found = self.book(value, tier, first, last)
-            if found is not None:
+            if found is not None and self.benefit(value, found.first, found.last) > 0:
                 return found
         return None
 
@@ -180,27 +179,26 @@ class _Migrations:
     def migrate(self, absence_of: Callable[[str], Absence | None]) -> None:
         """Take items with the largest benefit until the line is met.
 
-        Benefits never grow, as load and free slots only shrink, so a lazy heap finds the largest.
+        The benefit is that of the whole idle interval. It never grows, as load only shrinks, so a
+        lazy heap finds the largest. Items without a home, or without effect there, are left.
         """
         heap = [(-self.benefit(v, *self.interval(v)), k, v) for k, v in enumerate(self.waiting)]
         heapq.heapify(heap)
         while heap and not self.done:
             bound, k, v = heap[0]
-            if bound >= 0:
-                break
-            absence = absence_of(v)
-            now = self.benefit(v, absence.first, absence.last) if absence else 0.0
+            now = self.benefit(v, *self.interval(v))
             if now < -bound * (1 - 1e-9):
                 heapq.heapreplace(heap, (-now, k, v))
                 continue
             heapq.heappop(heap)
-            assert absence is not None
-            size = self.workload.values[v].num_bytes
-            self.slots.take(absence)
-            self.load[absence.first : absence.last] -= size
-            self.room[absence.tier] -= align(size)
-            self.tiers[v] = absence.tier
-            self.waiting.remove(v)
+            absence = absence_of(v) if now else None
+            if absence is not None:
+                self.slots.take(absence)
+                size = self.workload.values[v].num_bytes
+                self.load[absence.first : absence.last] -= size
+                self.room[absence.tier] -= align(size)
+                self.tiers[v] = absence.tier
+        self.waiting = [v for v in self.waiting if v not in self.tiers]
 
 
 def ssd_interval_s(hw: HardwareProfile, num_bytes: int) -> float:
@@ -248,6 +246,4 @@ def migrate(setting: Setting) -> Activations:
     )
 
 
-G10 = register("g10")(
-    Strategy(name="g10", activations=migrate, states="device", schedule="serial")
-)
+G10 = register("g10")(Strategy(name="g10", activations=migrate, states="device", schedule="serial"))

@@ -23,14 +23,6 @@ def _moved(
     )
 
 
-def _direct(program: Program, phase: Phase) -> int:
-    return sum(
-        x.direct_bytes
-        for x in program.instructions
-        if x.phase == phase and x.kind in ("compute", "recompute")
-    )
-
-
 def demand_of(workload: Workload, plan: Plan, program: Program) -> Demand:
     """What the program asks of every resource; recomputation exact on the DAG."""
     regions = [x for x in program.instructions if x.kind == "recompute"]
@@ -50,8 +42,8 @@ def demand_of(workload: Workload, plan: Plan, program: Program) -> Demand:
         fetch_backward_bytes=_moved(program, "fetch_unit", phase="backward"),
         ssd_fetch_forward_bytes=_moved(program, "fetch_unit", "ssd", "forward"),
         ssd_fetch_backward_bytes=_moved(program, "fetch_unit", "ssd", "backward"),
-        direct_forward_bytes=_direct(program, "forward"),
-        direct_backward_bytes=_direct(program, "backward"),
+        direct_forward_bytes=_moved(program, "host_view", phase="forward"),
+        direct_backward_bytes=_moved(program, "host_view", phase="backward"),
         direct_gradient_bytes=_moved(program, "write_gradient"),
     )
 
@@ -87,8 +79,7 @@ def predict(
         + _moved(program, "write_gradient"),
         h2d_bytes=_moved(program, "prefetch")
         + _moved(program, "fetch_unit")
-        + demand.direct_forward_bytes
-        + demand.direct_backward_bytes,
+        + _moved(program, "host_view"),
         ssd_read_bytes=_moved(program, "prefetch", "ssd")
         + _moved(program, "fetch_unit", "ssd")
         + demand.ssd_state_read_bytes,

@@ -158,9 +158,7 @@ class _Simplex:
         x, z = self._primal()
         y = self._prices(self.p.costs, self.p.extra_costs, 0.0)
         value = float(self.p.costs @ x + self.p.extra_costs @ z)
-        return Solution(
-            status=status, value=value, bound=0.0, x=x, z=z, prices=y, steps=self.steps
-        )
+        return Solution(status=status, value=value, bound=0.0, x=x, z=z, prices=y, steps=self.steps)
 
     # -- pieces -----------------------------------------------------------------------------
 
@@ -225,22 +223,15 @@ class _Simplex:
         return np.maximum(x, 0.0), z
 
     def _drive_out(self, at: int) -> None:
-        """The artificial is 0 but basic: any nonbasic slack or option with a pivot replaces it."""
+        """The artificial is 0 but basic: any nonbasic column with a pivot in its row replaces it."""
         row = np.linalg.solve(self._basis().T, np.eye(self.rows)[at])
-        slacks = [j for j in range(self.slack0, self.artificial) if j not in self.basic]
-        for j in slacks:
-            if abs(row[j - self.slack0]) > 1e-7:
+        taken = {*self.basic.tolist(), *self.keys.tolist()}
+        for j in (*range(self.slack0, self.artificial), *range(self.slack0)):
+            if j not in taken and abs(row @ self._column(j)) > 1e-7:
                 self.basic[at] = j
                 return
-        for j in range(self.slack0):
-            if j not in self.basic and (j >= self.num_x or j not in self.keys):
-                if abs(row @ self._column(j)) > 1e-7:
-                    self.basic[at] = j
-                    return
 
-    def _phase(
-        self, costs: Floats, extra_costs: Floats, artificial: float, max_steps: int
-    ) -> bool:
+    def _phase(self, costs: Floats, extra_costs: Floats, artificial: float, max_steps: int) -> bool:
         """Pivot to the optimum of these costs; False if the steps ran out."""
         stalled = 0
         while self.steps < max_steps:
@@ -299,9 +290,7 @@ class _Simplex:
         rows = np.flatnonzero(ratios <= close)
         if rows.size:
             # prefer the artificial, then the largest pivot: stable, and the same every time
-            order = [
-                (self.basic[i] != self.artificial, -step[i], self.basic[i], i) for i in rows
-            ]
+            order = [(self.basic[i] != self.artificial, -step[i], self.basic[i], i) for i in rows]
             self.basic[min(order)[3]] = entering
             return length
         leaving = int(shrinking[int(np.argmin(key_ratios))])

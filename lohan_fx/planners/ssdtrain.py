@@ -186,9 +186,7 @@ class Lifespan:
         )
 
 
-def ssdtrain(
-    *, amount_bytes: int | None = None, endurance_bytes: float | None = None
-) -> Strategy:
+def ssdtrain(*, amount_bytes: int | None = None, endurance_bytes: float | None = None) -> Strategy:
     """The strategy with a fixed amount of offloaded bytes, or other SSDs."""
     return Strategy(
         name="ssdtrain",

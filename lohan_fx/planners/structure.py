@@ -77,7 +77,9 @@ def _parts(workload: Workload, values: Sequence[str]) -> list[tuple[str, ...]]:
     starts = [0]
     while len(layers) - starts[-1] > MAX_LAYERS:
         low, high = starts[-1] + MAX_LAYERS // 2, starts[-1] + MAX_LAYERS
-        starts.append(min(range(low, high + 1), key=lambda k: (crossing[layers[k] - layers[0]], -k)))
+        starts.append(
+            min(range(low, high + 1), key=lambda k: (crossing[layers[k] - layers[0]], -k))
+        )
     bounds = [layers[s] for s in starts]
     parts: list[list[str]] = [[] for _ in starts]
     for v in values:

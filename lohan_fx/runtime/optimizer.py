@@ -322,9 +322,9 @@ def pull_initial_state(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> 
         missing = [name for name in wanted if name not in entry]
         if missing:
             raise StepError(
-                f"the state that {type(optimizer).__name__} has for parameter {i} of the unit lacks "
-                f"{', '.join(missing)}, which group {g} needs: construct the optimizer with the "
-                "options that the state was made with"
+                f"the state that {type(optimizer).__name__} has for parameter {i} of the unit "
+                f"lacks {', '.join(missing)}, which group {g} needs: construct the optimizer with "
+                "the options that the state was made with"
             )
         for name in layout.tensors:
             if entry[name].shape != p.shape:

@@ -1,0 +1,217 @@
+"""From a solution of the linear model to whole choices: rounding, improving, naming. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lohan_fx.plan import Action, Plan, Tier
+from lohan_fx.planners.model import UNIT_OPTIONS, Model, Option
+from lohan_fx.planners.schedule import Choices, UnitMode
+from lohan_fx.planners.simplex import ChoiceProgram, Floats, Ints
+
+Assignment = Mapping[str, Option]
+"""Residual or unit → its option."""
+
+_OVER_BUDGET = 1e3
+"""What exceeding a budget by all of it costs, in steps: more than any time that it can save."""
+
+_FROM_THE_START: Mapping[Option, int] = {
+    # Copies of what is made first have the longest time; what is made last is kept shortest.
+    "ssd": 0,
+    "host": 1,
+    "recompute": 2,
+    "keep": 3,
+}
+_UNITS_FROM_THE_START: Mapping[Option, int] = {
+    # Units used first are updated last, when nothing hides that: they belong on the device.
+    "device": 0,
+    "direct": 1,
+    "reload": 2,
+    "hold": 3,
+    "host": 4,
+    "ssd-hold": 5,
+    "ssd": 6,
+}
+
+
+def rounded(model: Model, x: Floats) -> Ints:
+    """Whole copies of each option: parts below one go to the options with the largest parts."""
+    whole = np.floor(x + 1e-9)
+    part = x - whole
+    for g in range(len(model.groups)):
+        columns = np.arange(model.start[g], model.start[g + 1])
+        missing = round(model.counts[g] - whole[columns].sum())
+        order = sorted(columns, key=lambda j: (-part[j], j))
+        for j in order[:missing]:
+            whole[j] += 1
+    return whole.astype(np.int64)
+
+
+class Improver:
+    """Local search over whole copies: the integer program's own objective, budgets as penalties.
+
+    A move takes one copy of a group from one option to another. All moves are tried at once; the
+    best is made, until none gains. If `pairs`, the best second move after each of the most
+    promising first ones is tried as well: that trades memory between groups.
+    """
+
+    def __init__(self, model: Model, program: ChoiceProgram) -> None:
+        self.model = model
+        self.program = program
+        self.num_time = len(model.rows)
+        stages = np.array([row.stages for row in model.rows])
+        kinds = {"f": (1, 0, 0), "b": (0, 1, 0), "o": (0, 0, 1), "end": (0, 1, 1), "all": (1, 1, 1)}
+        self.of_kind = {
+            name: np.flatnonzero((stages == kind).all(axis=1)) for name, kind in kinds.items()
+        }
+        limits = program.limits[self.num_time :]
+        self.scale = _OVER_BUDGET / np.maximum(np.abs(limits), 1.0)
+        pairs = [
+            (j, k)
+            for g in range(len(model.groups))
+            for j in range(model.start[g], model.start[g + 1])
+            for k in range(model.start[g], model.start[g + 1])
+            if j != k
+        ]
+        self.moves: npt.NDArray[np.int64] = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        matrix = program.matrix
+        self.change = matrix[:, self.moves[:, 1]] - matrix[:, self.moves[:, 0]]
+        self.cost = program.costs[self.moves[:, 1]] - program.costs[self.moves[:, 0]]
+
+    def value(self, totals: Floats, cost: Any) -> Any:
+        """Step seconds (in the program's unit) for totals of all rows; vectorised over columns."""
+
+        def most(kind: str) -> Any:
+            rows = self.of_kind[kind]
+            return totals[rows].max(axis=0) if rows.size else 0.0
+
+        forward, backward = np.maximum(most("f"), 0.0), np.maximum(most("b"), 0.0)
+        tail = np.maximum(most("o"), most("end") - backward)
+        tail = np.maximum(np.maximum(tail, most("all") - forward - backward), 0.0)
+        over = np.maximum(totals[self.num_time :], 0.0)
+        return forward + backward + tail + cost + (self.scale @ over)
+
+    def totals(self, x: Ints) -> Floats:
+        return np.asarray(self.program.matrix @ x - self.program.limits)
+
+    def score(self, x: Ints) -> float:
+        return float(self.value(self.totals(x)[:, None], self.program.costs @ x)[0])
+
+    def run(self, x: Ints, *, pairs: bool, max_moves: int = 200) -> Ints:
+        """Improve until no move gains, or after `max_moves`."""
+        x = x.copy()
+        if not len(self.moves):
+            return x
+        now = self.score(x)
+        for _ in range(max_moves):
+            totals, cost = self.totals(x), float(self.program.costs @ x)
+            values = self._after(x, totals, cost)
+            best = int(np.argmin(values))
+            if values[best] < now - 1e-9:
+                found = [best]
+            elif pairs:
+                found = self._pair(x, totals, cost, values, now)
+            else:
+                found = []
+            if not found:
+                break
+            for move in found:
+                j, k = self.moves[move]
+                x[j] -= 1
+                x[k] += 1
+            now = self.score(x)
+        return x
+
+    def _after(self, x: Ints, totals: Floats, cost: float) -> Floats:
+        values = self.value(totals[:, None] + self.change, cost + self.cost)
+        return np.where(x[self.moves[:, 0]] > 0, values, np.inf)
+
+    def _pair(self, x: Ints, totals: Floats, cost: float, values: Floats, now: float) -> list[int]:
+        """Two moves that gain together; the first is among the 40 cheapest."""
+        best, found = now - 1e-9, []
+        for first in np.argsort(values, kind="stable")[:40]:
+            if not np.isfinite(values[first]):
+                break
+            j, k = self.moves[first]
+            after = x.copy()
+            after[j] -= 1
+            after[k] += 1
+            second = self._after(
+                after, totals + self.change[:, first], cost + float(self.cost[first])
+            )
+            at = int(np.argmin(second))
+            if second[at] < best:
+                best, found = float(second[at]), [int(first), at]
+        return found
+
+
+def assign(model: Model, x: Ints) -> dict[str, Option]:
+    """Give each member of a group one of its options; see the orders above."""
+    found: dict[str, Option] = {}
+    for g, group in enumerate(model.groups):
+        order = _FROM_THE_START if group.kind == "residual" else _UNITS_FROM_THE_START
+        columns = {o: int(x[model.start[g] + k]) for k, o in enumerate(group.options)}
+        names = sorted(group.options, key=order.__getitem__)
+        sequence = [o for o in names for _ in range(columns[o])]
+        found.update(zip(group.members, sequence, strict=True))
+    return found
+
+
+def choices_of(model: Model, assignment: Assignment) -> Choices:
+    """Choices that `finish` completes."""
+    w = model.workload
+    tiers: dict[str, Tier] = {}
+    modes: dict[str, UnitMode] = {}
+    for unit in w.units:
+        tier, mode = UNIT_OPTIONS[assignment[unit.name]]
+        tiers[unit.name] = tier
+        if mode != "fetch":
+            modes[unit.name] = mode
+    swapped: dict[str, Tier] = {}
+    actions: dict[str, Action] = {}
+    for v in w.residuals:
+        option = assignment[v]
+        actions[v] = "keep"
+        if option == "recompute":
+            actions[v] = "recompute"
+        elif option == "host" or option == "ssd":
+            actions[v] = "swap"
+            swapped[v] = option
+    return Choices(
+        actions=actions,
+        unit_tiers=tiers,
+        swap_tiers=swapped,
+        regions=model.region_of,
+        modes=modes,
+    )
+
+
+def assignment_of(model: Model, plan: Plan) -> dict[str, Option] | None:
+    """The options of a finished plan; None if it does what the model has no option for."""
+    found: dict[str, Option] = {}
+    regions = model.region_of or {}
+    for v, r in plan.residuals.items():
+        if r.action == "recompute" and r.region != regions.get(v, model.workload.values[v].block):
+            return None
+        found[v] = r.action if r.action != "swap" else ("host" if r.tier == "host" else "ssd")
+    index, turn = model.workload.op_index, model.workload.num_forward_ops
+    for name, unit in plan.units.items():
+        spans = [(index[w.first_use], index[w.last_use]) for w in unit.windows]
+        across = any(a < turn <= b for a, b in spans)
+        option: Option
+        if unit.gradients == "direct":
+            return None
+        if unit.tier == "device":
+            option = "device"
+        elif unit.access == "direct":
+            option = "reload" if spans else "direct"
+        elif unit.tier == "host":
+            option = "hold" if across else "host"
+        else:
+            option = "ssd-hold" if across else "ssd"
+        found[name] = option
+    return found

@@ -1,0 +1,519 @@
+"""pareto: activations, resident units, swap and recomputation traded in one budget.
+
+For every residual keep, host, SSD or recompute; for every unit's states device, host or SSD, and
+how its compute copy is read. Equal blocks are found (`structure`) and their choices counted, not
+named, so that a linear program (`model`, solved by `simplex`: no solver is needed) is small for
+any depth. Its optimum is a lower bound on the simulated step of every plan that the options
+allow. Its solution, rounded to whole copies and improved as an integer program (`trial`), is
+completed by `finish` with exact memory, a few times with more or less memory left to copies in
+flight; then the simulator decides. With few residuals and units the search is exhaustive.
+
+All other strategies are candidates too, and so are this strategy's plans for the rungs of a fixed
+ladder of smaller budgets: the result is never slower than any of theirs. Nothing here knows torch
+or looks at a clock, so the same input gives the same plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from lohan_fx.errors import InsufficientMemoryError, LohanError, PlanError, format_bytes
+from lohan_fx.footprint import host_bytes_needed, ssd_bytes_needed
+from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.plan import Plan
+from lohan_fx.planners import registry
+from lohan_fx.planners.assign import Assignment, assignment_of
+from lohan_fx.planners.evaluate import step_seconds
+from lohan_fx.planners.exhaustive import by_bound, columns_of
+from lohan_fx.planners.keep import overlap_reserve
+from lohan_fx.planners.model import Model
+from lohan_fx.planners.registry import PlannerOptions, register
+from lohan_fx.planners.schedule import Choices, Draft, device_error, finish, finish_draft
+from lohan_fx.planners.simplex import lagrangian_bound, solve
+from lohan_fx.planners.time_rows import Stages
+from lohan_fx.planners.trial import leanest_drafts, least_memory, make_draft, solve_at
+from lohan_fx.workload import Workload
+
+NAME = "pareto"
+
+NOT_CANDIDATES = frozenset({NAME, "checkmate"})
+"""Strategies that are not run as candidates: this one, and what needs a solver and minutes."""
+
+_SAME = 1e-9
+"""A relative difference of seconds that is none."""
+
+_STAGES: Mapping[str, tuple[Stages, ...]] = {
+    "forward": ((1.0, 0.0, 0.0),),
+    "backward": ((0.0, 1.0, 0.0),),
+    "optimizer": ((0.0, 0.0, 1.0), (0.0, 1.0, 1.0), (1.0, 1.0, 1.0)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParetoReport:
+    """How good a plan is, and what holds it back.
+
+    Attributes:
+        step_s: seconds of the simulated step.
+        bound_s: no plan that options and budgets allow takes less, by the simulator.
+        gap: step_s / bound_s − 1.
+        binding: stage → the resource that binds it in the optimum of the linear program.
+        device_s_per_byte: seconds that one more byte of device memory would save, at the margin.
+        source: the strategy whose plan it is; "pareto" for its own.
+        exhaustive: every assignment was either simulated or ruled out by its bound.
+        num_simulated: how many plans were simulated.
+    """
+
+    step_s: float
+    bound_s: float
+    gap: float
+    binding: Mapping[str, str]
+    device_s_per_byte: float
+    source: str
+    exhaustive: bool
+    num_simulated: int
+
+    def notes(self) -> tuple[str, ...]:
+        """For `Plan.notes`."""
+        tail = ", every assignment was tried or ruled out" if self.exhaustive else ""
+        stages = ", ".join(f"{stage}: {resource}" for stage, resource in self.binding.items())
+        found = [
+            f"simulated step {self.step_s:.6g} s, lower bound {self.bound_s:.6g} s, "
+            f"gap {100 * self.gap:.2f}%{tail}",
+            f"binding {stages}",
+        ]
+        saved = 1e3 * self.device_s_per_byte * 2**30
+        if saved > 0:
+            found.append(f"one more GiB of device memory would save up to {saved:.3g} ms")
+        if self.source != NAME:
+            found.append(f"the plan is strategy {self.source!r}'s: nothing faster was found")
+        return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How hard to try.
+
+    Attributes:
+        reserves: memory left to copies in flight, as shares of `_Search.reserve_bytes`; one
+            trial each.
+        device_rungs, host_rungs: rungs of the ladder in an octave of device and host memory.
+        ladder: most trials on the ladder.
+        assignments: most assignments that are enumerated.
+        simulations: most of them that are simulated.
+        polish: most plans that the last local search simulates.
+    """
+
+    reserves: tuple[float, ...] = (1.0, 0.5, 2.0, 0.0, 4.0)
+    device_rungs: int = 4
+    host_rungs: int = 2
+    ladder: int = 16
+    assignments: int = 40_000
+    simulations: int = 1_000
+    polish: int = 60
+
+    @classmethod
+    def of(cls, workload: Workload) -> Effort:
+        """By the number of ops, as the time to evaluate a plan is in proportion to it."""
+        ops = len(workload.ops)
+        if ops <= 150:
+            return cls()
+        if ops <= 1_000:
+            return cls(ladder=6, assignments=0, polish=20)
+        if ops <= 4_000:
+            return cls(reserves=(1.0, 0.5, 2.0), ladder=2, assignments=0, polish=0)
+        reserves = (1.0, 2.0)
+        return cls(
+            reserves=reserves, device_rungs=2, host_rungs=1, ladder=1, assignments=0, polish=0
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """A finished plan that fits. `source` is the strategy that made it."""
+
+    plan: Plan
+    seconds: float
+    source: str
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """Faster first; then less traffic, then less device memory."""
+        p = self.plan.prediction
+        moved = p.d2h_bytes + p.h2d_bytes + p.ssd_read_bytes + p.ssd_write_bytes
+        return (self.seconds, moved, p.peak_device_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pareto:
+    """The strategy.
+
+    Attributes:
+        effort: how hard to try; by the size of the workload if None.
+        others: whether the other strategies are candidates.
+    """
+
+    effort: Effort | None = None
+    others: bool = True
+
+    def __call__(
+        self,
+        workload: Workload,
+        hw: HardwareProfile,
+        budget: MemoryBudget,
+        options: PlannerOptions,
+    ) -> Plan:
+        """Plan one step.
+
+        Raises:
+            InsufficientMemoryError: nothing fits; `need_bytes` is the smallest budget that does.
+            PlanError: the SSD tier is asked for, but there are no SSDs; an unknown fixed unit.
+        """
+        return self.solve(workload, hw, budget, options)[0]
+
+    def solve(
+        self,
+        workload: Workload,
+        hw: HardwareProfile,
+        budget: MemoryBudget,
+        options: PlannerOptions | None = None,
+    ) -> tuple[Plan, ParetoReport]:
+        """The plan, and how far it may be from the best one. Raises as calling it does."""
+        return _Search(self, workload, hw, budget, options or PlannerOptions()).run()
+
+
+def lower_bound(
+    workload: Workload,
+    hw: HardwareProfile,
+    budget: MemoryBudget,
+    options: PlannerOptions | None = None,
+) -> float:
+    """Seconds that no plan's simulated step undercuts; infinite if none can fit."""
+    model = Model(workload, hw, options or PlannerOptions())
+    return solve(model.program(budget), model.leanest).bound * model.unit_s
+
+
+def _check(workload: Workload, hw: HardwareProfile, options: PlannerOptions) -> None:
+    fixed = dict(options.fixed_units or {})
+    unknown = set(fixed) - set(workload.unit_by_name)
+    if unknown:
+        raise PlanError(f"fixed_units names unknown units {sorted(unknown)[:5]}")
+    wants = "ssd" in (options.states, options.swap_to, *fixed.values())
+    if wants and not hw.ssds:
+        raise PlanError(
+            f"the options ask for the ssd tier, but hardware profile {hw.name} has no SSDs"
+        )
+
+
+@dataclass
+class _Search:
+    """One planning run."""
+
+    strategy: Pareto
+    workload: Workload
+    hw: HardwareProfile
+    budget: MemoryBudget
+    options: PlannerOptions
+    best: _Candidate | None = None
+    errors: list[InsufficientMemoryError] = field(default_factory=list)
+    num_simulated: int = 0
+    exhaustive: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.workload, self.hw, self.options)
+        self.effort = self.strategy.effort or Effort.of(self.workload)
+        self.model = Model(self.workload, self.hw, self.options)
+        self.relaxed = solve(self.model.program(self.budget), self.model.leanest)
+        self.bound_s = self.relaxed.bound * self.model.unit_s
+        self.tried: set[tuple[object, int]] = set()
+
+    def run(self) -> tuple[Plan, ParetoReport]:
+        steps: tuple[Callable[[], None], ...] = (
+            self.keep_all,
+            self.other_strategies,
+            self.own_plans,
+            self.ladder,
+            self.search_all,
+            self.polish,
+        )
+        for step in steps:
+            if not self.done:
+                step()
+        if self.best is None:
+            self.lean_plans()
+        if self.best is None:
+            raise self.error()
+        report = ParetoReport(
+            step_s=self.best.seconds,
+            bound_s=self.bound_s,
+            gap=self.best.seconds / self.bound_s - 1 if self.bound_s > 0 else 0.0,
+            binding=self.binding(),
+            device_s_per_byte=self.device_price(),
+            source=self.best.source,
+            exhaustive=self.exhaustive or self.done,
+            num_simulated=self.num_simulated,
+        )
+        notes = (*report.notes(), *self.best.plan.notes)
+        return replace(self.best.plan, strategy=NAME, notes=notes), report
+
+    # -- the best so far ----------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing faster can exist."""
+        return self.best is not None and self.best.seconds <= self.bound_s * (1 + _SAME)
+
+    def may_gain(self, bound_s: float) -> bool:
+        """Whether a lower bound leaves room below the best plan."""
+        if self.best is None:
+            return bound_s < math.inf
+        return bound_s < self.best.seconds * (1 - _SAME)
+
+    def offer(self, plan: Plan, source: str) -> float:
+        """Simulate a finished plan; it becomes the best if it is."""
+        self.num_simulated += 1
+        seconds = step_seconds(self.workload, plan, self.hw)
+        found = _Candidate(plan=plan, seconds=seconds, source=source)
+        if self.best is None or found.order < self.best.order:
+            self.best = found
+        return seconds
+
+    def finish(self, made: Draft, budget: MemoryBudget) -> None:
+        """Complete a draft and offer it, unless that has been done."""
+        key = (made.plan.fingerprint, budget.device_bytes)
+        if key in self.tried or made.memory.peak_bytes > budget.device_bytes:
+            return
+        self.tried.add(key)
+        self.offer(finish_draft(made, self.hw, budget, self.options), NAME)
+
+    # -- where candidates come from -------------------------------------------------------------
+
+    def keep_all(self) -> None:
+        """Everything on the device, if that fits: then there is nothing to hide."""
+        assignment: dict[str, str] = {}
+        for group in self.model.groups:
+            home = "keep" if group.kind == "residual" else "device"
+            if home not in group.options:
+                return
+            assignment.update(dict.fromkeys(group.members, home))
+        self.simulate(assignment)  # type: ignore[arg-type]
+
+    def simulate(self, assignment: Assignment) -> None:
+        """Offer an assignment if it fits."""
+        try:
+            made = make_draft(self.model, assignment, self.budget, NAME)
+        except InsufficientMemoryError:
+            return
+        self.finish(made, self.budget)
+
+    def other_strategies(self) -> None:
+        """All that are registered; of those that raise, the errors are kept."""
+        if not self.strategy.others:
+            return
+        args = (self.workload, self.hw, self.budget, self.options)
+        for name in registry.names():
+            if name in NOT_CANDIDATES:
+                continue
+            try:
+                found = registry.get(name)(*args)
+                if isinstance(found, Choices):
+                    found = finish(*args, found, name)
+            except InsufficientMemoryError as error:
+                self.errors.append(error)
+            except LohanError:
+                continue
+            else:
+                self.offer(found, name)
+
+    def own_plans(self) -> None:
+        """The integer program at this budget, with several shares of it left to copies."""
+        for share in self.effort.reserves:
+            self.try_budget(self.budget, int(share * self.reserve_bytes), self.budget)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """A unit's copy and gradients, or the largest residual: what lets one copy overlap."""
+        sizes = [self.workload.values[v].num_bytes for v in self.workload.residuals]
+        return max(
+            [overlap_reserve(self.workload, dict.fromkeys(self._unit_names, "host")), *sizes]
+        )
+
+    @property
+    def _unit_names(self) -> tuple[str, ...]:
+        return tuple(unit.name for unit in self.workload.units)
+
+    def bound(self, budget: MemoryBudget) -> float:
+        """A lower bound in seconds at another budget, by the prices of this one's optimum."""
+        if not math.isfinite(self.relaxed.bound):
+            return 0.0
+        program = self.model.program(budget)
+        return lagrangian_bound(program, self.relaxed.prices) * self.model.unit_s
+
+    def try_budget(
+        self, budget: MemoryBudget, reserve: int, finish: MemoryBudget
+    ) -> MemoryBudget | None:
+        """The integer program at a budget less a reserve; windows may use `finish`.
+
+        Returns what the found draft uses of every tier; None if there is none.
+        """
+        target = replace(budget, device_bytes=budget.device_bytes - reserve)
+        if target.device_bytes <= 0 or not self.may_gain(self.bound(target)):
+            return None
+        trial = solve_at(self.model, target, NAME)
+        if trial is None:
+            return None
+        self.finish(trial.made, finish)
+        return MemoryBudget(
+            device_bytes=trial.made.memory.peak_bytes + reserve,
+            host_bytes=sum(host_bytes_needed(self.workload, trial.made.plan).values()),
+            ssd_bytes=sum(ssd_bytes_needed(self.workload, trial.made.plan).values()),
+        )
+
+    def ladder(self) -> None:
+        """The integer program at the rungs of a fixed ladder of budgets below this one.
+
+        What is found at a rung is found for every larger budget, so that a larger one is not
+        slower. A rung is passed over if its bound is no better than the best plan, or if a
+        higher rung's plan fits it: the program has the same optimum there.
+        """
+        used: list[tuple[MemoryBudget, MemoryBudget]] = []
+        for rung in self.rungs():
+            if len(used) >= self.effort.ladder or self.done:
+                return
+            if any(_within(rung, above) and _within(need, rung) for above, need in used):
+                continue
+            need = self.try_budget(rung, min(self.reserve_bytes, rung.device_bytes // 8), rung)
+            if need is not None:
+                used.append((rung, need))
+
+    def rungs(self) -> Iterator[MemoryBudget]:
+        """Rungs of all tiers, device memory descending; those that cannot gain are left out."""
+        hosts = list(_geometric(self.budget.host_bytes, self.effort.host_rungs, 8))
+        ssds = list(_geometric(self.budget.ssd_bytes, 1, 4))
+        for device in _geometric(self.budget.device_bytes, self.effort.device_rungs, 16):
+            top = MemoryBudget(device_bytes=device, host_bytes=hosts[0], ssd_bytes=ssds[0])
+            if not self.may_gain(self.bound(replace(self.budget, device_bytes=device))):
+                return
+            for host in hosts:
+                for ssd in ssds:
+                    rung = replace(top, host_bytes=host, ssd_bytes=ssd)
+                    if self.may_gain(self.bound(rung)):
+                        yield rung
+
+    def search_all(self) -> None:
+        """Every assignment by ascending bound, if there are few enough of them."""
+        if not self.effort.assignments:
+            return
+        model = Model(self.workload, self.hw, self.options, by_value=True)
+        columns = columns_of(model, self.effort.assignments)
+        if columns is None:
+            return
+        left = self.effort.simulations
+        for bound_s, assignment in by_bound(model, self.budget, columns):
+            if not self.may_gain(bound_s):
+                break
+            if not left:
+                return
+            left -= 1
+            self.simulate(assignment)
+        self.exhaustive = True
+
+    def polish(self) -> None:
+        """Change one unit or residual of the best plan at a time, as long as that gains."""
+        if self.best is None or self.exhaustive or not self.effort.polish:
+            return
+        assignment = assignment_of(self.model, self.best.plan)
+        if assignment is None:
+            return
+        stop = self.num_simulated + self.effort.polish
+        improved = True
+        while improved and self.num_simulated < stop and not self.done:
+            improved = False
+            for name in self._by_size():
+                for option in self.model.groups[self.model.group_of[name]].options:
+                    if option == assignment[name] or self.num_simulated >= stop:
+                        continue
+                    before = self.best
+                    changed = {**assignment, name: option}
+                    self.simulate(changed)
+                    if self.best is not before:
+                        assignment, improved = changed, True
+
+    def _by_size(self) -> list[str]:
+        units = [(u.compute_bytes + u.state_bytes, u.name) for u in self.workload.units]
+        sizes = [(self.workload.values[v].num_bytes, v) for v in self.workload.residuals]
+        return [name for _, name in sorted([*units, *sizes], key=lambda item: (-item[0], item[1]))]
+
+    # -- explanations ---------------------------------------------------------------------------
+
+    def binding(self) -> dict[str, str]:
+        """Stage → resource with the highest price in the relaxed program's optimum."""
+        prices = self.relaxed.prices
+        found = {}
+        for stage, patterns in _STAGES.items():
+            total: dict[str, float] = {}
+            for row, price in zip(self.model.rows, prices, strict=False):
+                if row.stages in patterns and price < -1e-9:
+                    total[row.resource] = total.get(row.resource, 0.0) - float(price)
+            if total:
+                found[stage] = max(total, key=lambda r: (total[r], r))
+        return found
+
+    def device_price(self) -> float:
+        """Seconds that a byte of device memory is worth in the relaxed program's optimum."""
+        first = len(self.model.rows)
+        rows = self.relaxed.prices[first : first + len(self.model.memory_ops)]
+        return float(-np.minimum(rows, 0.0).sum()) * self.model.unit_s
+
+    def lean_plans(self) -> None:
+        """Plans with the smallest peak, however slow."""
+        for made in leanest_drafts(self.model, self.budget, NAME):
+            if made.memory.peak_bytes <= self.budget.device_bytes:
+                self.finish(made, self.budget)
+            else:
+                self.errors.append(device_error(made.memory, self.budget, NAME))
+
+    def error(self) -> InsufficientMemoryError:
+        """What the leanest plan needs; of the device if that is what it lacks."""
+        device = [e for e in self.errors if e.tier == "device"]
+        least = min(device or self.errors, key=lambda e: e.need_bytes)
+        advice = "This is the smallest need of all plans that were found"
+        if least.tier == "device":
+            bound = least_memory(self.model, self.budget)
+            if math.isfinite(bound):
+                advice += f"; none can need less than {format_bytes(bound)}"
+        return InsufficientMemoryError(
+            least.tier,
+            least.need_bytes,
+            least.have_bytes,
+            where=least.where,
+            at_peak=least.at_peak,
+            advice=advice + ".",
+        )
+
+
+def _geometric(limit: int, per_octave: int, count: int) -> Iterator[int]:
+    """The `count` largest numbers 2^(k / per_octave), k whole, up to the limit; 0 at least."""
+    if limit <= 0:
+        yield 0
+        return
+    top = math.floor(math.log2(limit) * per_octave + 1e-9)
+    for k in range(top, max(top - count, 0), -1):
+        size = int(2 ** (k / per_octave))
+        if size <= limit:
+            yield size
+
+
+def _within(one: MemoryBudget, other: MemoryBudget) -> bool:
+    return (
+        one.device_bytes <= other.device_bytes
+        and one.host_bytes <= other.host_bytes
+        and one.ssd_bytes <= other.ssd_bytes
+    )
+
+
+register(NAME)(Pareto())

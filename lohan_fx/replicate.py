@@ -1,0 +1,325 @@
+"""The workload of a deep model from those of two shallow ones: blocks repeat. No torch.
+
+A model with n + 1 equal blocks runs the ops of one with n, and somewhere in forward, and
+somewhere in backward, one period more. `extrapolate` finds the periods by structure, in the ops,
+in the model's inputs (parameters above all) and in the units, and inserts more of them.
+
+Names come out as a full trace would make them: every number inside a name (``addmm_47``,
+``blocks.11``, ``p_blocks_3_qkv_weight``) grows linearly with the depth of the model and with the
+period that it stands in, because tracing numbers things as it meets them. Both slopes are read off
+the two traces. What does not fit (a period that cannot be found, a read of something
+that is not there, a name made twice) raises `NotRepeatedError`; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+from lohan_fx.workload import MODEL_INPUT_KINDS, Op, Unit, Value, Workload
+
+T = TypeVar("T", Op, Value, Unit)
+
+NameKind = Literal["plain", "node", "block"]
+"""plain: all numbers are written out. node: an FX node, whose first one has no ``_0``. block: a
+block, whose first run has no ``@1``."""
+
+
+class NotRepeatedError(Exception):
+    """Two shallow workloads do not determine a deep one; the text says why."""
+
+
+# -- names -----------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """A name as a template with its numbers taken out."""
+
+    kind: NameKind
+    template: str
+    numbers: tuple[int, ...]
+    shown: bool
+    """Whether the implied number is written out although it is the first."""
+
+    @classmethod
+    def parse(cls, text: str, kind: NameKind) -> _Name:
+        full, shown = text, True
+        if kind == "node":
+            stem, dot, rest = text.partition(".")
+            shown = re.search(r"_\d+$", stem) is not None
+            full = text if shown else f"{stem}_0{dot}{rest}"
+        elif kind == "block":
+            shown = re.search(r"@\d+$", text) is not None
+            full = text if shown else f"{text}@1"
+        numbers = tuple(int(n) for n in _NUMBER.findall(full))
+        return cls(kind, _NUMBER.sub("{}", full), numbers, shown)
+
+    def render(self, numbers: Sequence[int]) -> str:
+        """The name with other numbers."""
+        if any(n < 0 for n in numbers):
+            raise NotRepeatedError(f"the numbers in {self.template!r} would fall below zero")
+        text = self.template.format(*numbers)
+        if self.kind == "node":
+            stem, dot, rest = text.partition(".")
+            first = stem.endswith("_0") and not (self.shown and self._zero)
+            return stem.removesuffix("_0") + dot + rest if first else text
+        if self.kind == "block":
+            return text.removesuffix("@1")
+        return text
+
+    @property
+    def _zero(self) -> bool:
+        """Whether the implied number of this very name is zero."""
+        stem = self.template.partition(".")[0]
+        return self.numbers[stem.count("{}") - 1] == 0
+
+
+# -- items: ops, inputs and units in one shape -----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One element of a sequence: what must be equal, and the names that change."""
+
+    same: Hashable
+    names: tuple[_Name, ...]
+    build: Callable[[Sequence[str]], tuple[object, ...]]
+    """Names, in the same order → the new op with its values, input or unit."""
+
+    @property
+    def signature(self) -> Hashable:
+        return (self.same, tuple(n.template for n in self.names))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(k for n in self.names for k in n.numbers)
+
+    def render(self, numbers: Sequence[int]) -> tuple[object, ...]:
+        texts = []
+        at = 0
+        for name in self.names:
+            texts.append(name.render(numbers[at : at + len(name.numbers)]))
+            at += len(name.numbers)
+        return self.build(texts)
+
+
+def _value_kind(value: Value) -> NameKind:
+    """Inputs are numbered by hand, nodes by FX."""
+    return "plain" if value.kind in MODEL_INPUT_KINDS and value.kind != "constant" else "node"
+
+
+def _op_items(w: Workload) -> list[_Item]:
+    """Reads in the order in which they were made: that order does not depend on names."""
+    rank: dict[str, tuple[int, int]] = {
+        name: (-1, i) for i, name in enumerate(n for n in w.values if n not in w.producer)
+    }
+    for i, op in enumerate(w.ops):
+        rank.update({v: (i, k) for k, v in enumerate(op.writes)})
+    return [_op_item(w, op, sorted(op.reads, key=rank.__getitem__)) for op in w.ops]
+
+
+def _op_item(w: Workload, op: Op, reads: Sequence[str]) -> _Item:
+    made = [w.values[v] for v in op.writes]
+    units = [v.unit for v in made]
+    names = (
+        _Name.parse(op.name, "node"),
+        _Name.parse(op.block, "block"),
+        *(_Name.parse(v, _value_kind(w.values[v])) for v in reads),
+        *(_Name.parse(v.name, "node") for v in made),
+        *(_Name.parse(v.block, "block") for v in made),
+    )
+
+    def build(texts: Sequence[str]) -> tuple[object, ...]:
+        n, m = len(reads), len(made)
+        written = texts[2 + n : 2 + n + m]
+        new = replace(
+            op,
+            name=texts[0],
+            block=texts[1],
+            reads=tuple(sorted(texts[2 : 2 + n])),
+            writes=tuple(written),
+        )
+        values = (
+            replace(v, name=name, block=block)
+            for v, name, block in zip(made, written, texts[2 + n + m :], strict=True)
+        )
+        return (new, *values)
+
+    same = (
+        replace(op, name="", block="", reads=(), writes=()),
+        len(reads),
+        tuple(replace(v, name="", block="") for v in made),
+        tuple(units),
+    )
+    return _Item(same, names, build)
+
+
+def _input_items(w: Workload) -> list[_Item]:
+    return [_input_item(v) for name, v in w.values.items() if name not in w.producer]
+
+
+def _input_item(value: Value) -> _Item:
+    unit = value.unit
+    names = [_Name.parse(value.name, _value_kind(value)), _Name.parse(value.block, "block")]
+    if unit is not None:
+        names.append(_Name.parse(unit, "plain"))
+
+    def build(texts: Sequence[str]) -> tuple[object, ...]:
+        owner = texts[2] if unit is not None else None
+        return (replace(value, name=texts[0], block=texts[1], unit=owner),)
+
+    return _Item(replace(value, name="", block="", unit=None), tuple(names), build)
+
+
+def _unit_items(w: Workload) -> list[_Item]:
+    return [_unit_item(w, u) for u in w.units]
+
+
+def _unit_item(w: Workload, unit: Unit) -> _Item:
+    count = len(unit.parameters)
+    names = (
+        _Name.parse(unit.name, "plain"),
+        _Name.parse(unit.block, "plain"),
+        *(_Name.parse(p, "plain") for p in unit.parameters),
+        *(_Name.parse(g, _value_kind(w.values[g])) for g in unit.gradients),
+    )
+
+    def build(texts: Sequence[str]) -> tuple[object, ...]:
+        return (
+            replace(
+                unit,
+                name=texts[0],
+                block=texts[1],
+                parameters=tuple(texts[2 : 2 + count]),
+                gradients=tuple(texts[2 + count :]),
+            ),
+        )
+
+    same = (replace(unit, name="", block="", parameters=(), gradients=()), count)
+    return _Item(same, names, build)
+
+
+# -- sequences -------------------------------------------------------------------------------
+
+
+def _stretch(
+    small: Sequence[_Item], large: Sequence[_Item], copies: int, what: str
+) -> list[tuple[object, ...]]:
+    """`large` with `copies` periods more, each as long as what `large` has beyond `small`."""
+    period = len(large) - len(small)
+    if period < 0:
+        raise NotRepeatedError(f"a deeper model has fewer {what}")
+    a = [item.signature for item in small]
+    b = [item.signature for item in large]
+    front = next((p for p, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+    back = next(
+        (p for p, (x, y) in enumerate(zip(a[::-1], b[::-1], strict=False)) if x != y), len(a)
+    )
+    if period == 0:
+        if front < len(a):
+            raise NotRepeatedError(f"{what} change with depth, but their number does not")
+        return _cut(small, large, copies, len(large), 0)
+    first, last = max(len(b) - back, period), front
+    if first > last:
+        raise NotRepeatedError(f"no period of {period} {what} repeats twice")
+    found = _cut(small, large, copies, first, period)
+    if first != last and _cut(small, large, copies, last, period) != found:
+        raise NotRepeatedError(f"numbers in the names of {what} do not grow evenly")
+    return found
+
+
+def _cut(
+    small: Sequence[_Item], large: Sequence[_Item], copies: int, at: int, period: int
+) -> list[tuple[object, ...]]:
+    """Insert the copies at `at`: the period before it is like the one after it."""
+    found = []
+    for p in range(at):
+        slope = _minus(large[p].numbers, small[p].numbers)
+        found.append(large[p].render(_plus(large[p].numbers, slope, copies)))
+    for k in range(1, copies + 1):
+        for p in range(at - period, at):
+            slope = _minus(large[p].numbers, small[p].numbers)
+            step = _minus(large[p + period].numbers, large[p].numbers)
+            numbers = _plus(_plus(large[p].numbers, slope, copies), step, k)
+            found.append(large[p].render(numbers))
+    for p in range(at, len(large)):
+        slope = _minus(large[p].numbers, small[p - period].numbers)
+        found.append(large[p].render(_plus(large[p].numbers, slope, copies)))
+    return found
+
+
+def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    return tuple(x - y for x, y in zip(a, b, strict=True))
+
+
+def _plus(a: Sequence[int], slope: Sequence[int], times: int) -> tuple[int, ...]:
+    return tuple(x + times * s for x, s in zip(a, slope, strict=True))
+
+
+# -- workloads -------------------------------------------------------------------------------
+
+
+def extrapolate(small: Workload, large: Workload, copies: int) -> Workload:
+    """The workload of a model that is `copies` periods deeper than `large`.
+
+    Args:
+        small: of a model that is one period (a block, or a few that alternate) shallower.
+        large: with at least two periods that are alike, better three.
+
+    Raises:
+        NotRepeatedError: the two do not determine the deep one.
+    """
+    if small.name != large.name or small.num_tokens != large.num_tokens:
+        raise NotRepeatedError("the two workloads are not of one model and batch")
+    inputs = _stretch(_input_items(small), _input_items(large), copies, "inputs")
+    units = _stretch(_unit_items(small), _unit_items(large), copies, "units")
+    n, m = small.num_forward_ops, large.num_forward_ops
+    a, b = _op_items(small), _op_items(large)
+    forward = _stretch(a[:n], b[:m], copies, "ops of forward")
+    backward = _stretch(a[n:], b[m:], copies, "ops of backward")
+    values: dict[str, Value] = {}
+    for row in inputs:
+        _add(values, row, Value)
+    ops: dict[str, Op] = {}
+    for row in (*forward, *backward):
+        _add(ops, row[:1], Op)
+        _check_reads(ops, values, row[0])
+        _add(values, row[1:], Value)
+    named: dict[str, Unit] = {}
+    for row in units:
+        _add(named, row, Unit)
+    _check_units(values, named)
+    return Workload(
+        name=large.name,
+        ops=tuple(ops.values()),
+        values=values,
+        units=tuple(named.values()),
+        num_tokens=large.num_tokens,
+    )
+
+
+def _add(found: dict[str, T], row: Iterable[object], kind: type[T]) -> None:
+    for x in row:
+        assert isinstance(x, kind)
+        if x.name in found:
+            raise NotRepeatedError(f"the name {x.name!r} would be given twice")
+        found[x.name] = x
+
+
+def _check_reads(ops: Mapping[str, Op], values: Mapping[str, Value], op: object) -> None:
+    assert isinstance(op, Op)
+    missing = [v for v in op.reads if v not in values]
+    if missing:
+        raise NotRepeatedError(f"{op.name} would read {missing[0]!r}, which nothing makes before")
+
+
+def _check_units(values: Mapping[str, Value], units: Mapping[str, Unit]) -> None:
+    odd = {v.unit for v in values.values() if v.unit is not None} - set(units)
+    lost = [g for u in units.values() for g in u.gradients if g not in values]
+    if odd or lost:
+        raise NotRepeatedError(f"units and values do not match: {sorted(odd)[:3] or lost[:3]}")

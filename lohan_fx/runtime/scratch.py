@@ -1,0 +1,102 @@
+"""What an update takes on its device besides the unit's own buffers: found by a rehearsal.
+
+The unit's update runs on fake tensors of the real shapes, and every storage that an op makes is
+counted for as long as it lives. So the figure is that of the user's own optimizer with its options,
+and of the chunks in which the unit is updated; no update rule is written down here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lohan_fx._compat import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    StorageWeakRef,
+    TorchDispatchMode,
+)
+from lohan_fx.annotate import UnitLayout
+from lohan_fx.runtime.optimizer import UnitOptimizer
+
+
+def update_scratch_bytes(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    layout: UnitLayout,
+    *,
+    mixed: bool,
+    device: torch.device,
+) -> int:
+    """Most bytes that an update of the unit takes on `device`.
+
+    The first update takes more than later ones: it makes the optimizer's state anew.
+    """
+    arguments = (optimizer, parameters, layout, mixed, device)
+    try:
+        return _rehearse(FakeTensorMode(), *arguments)
+    except DataDependentOutputException:  # the update branches on its state: ASGD
+        return _rehearse(nullcontext(), *arguments)
+
+
+def _rehearse(
+    mode: AbstractContextManager[Any],
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    layout: UnitLayout,
+    mixed: bool,
+    device: torch.device,
+) -> int:
+    with mode:
+        unit = UnitOptimizer(optimizer, parameters, prefer_fused=mixed)
+        names = unit.state_names()
+
+        def views(dtype: torch.dtype) -> list[Tensor]:
+            flat = torch.zeros(layout.numel, dtype=dtype, device=device)
+            return [flat.as_strided(s.shape, s.stride, s.offset) for s in layout.slices]
+
+        masters = views(layout.dtype)
+        moments = {name: views(layout.dtype) for name in names}
+        state = [{name: moments[name][i] for name in names} for i in range(len(masters))]
+        copies = views(layout.copy_dtype) if mixed else masters
+        grads = [torch.zeros_like(c) for c in copies]
+        with _Meter(device) as meter:
+            for _ in range(2):
+                if mixed:
+                    unit.step_mixed(masters, grads, state, copies)
+                else:
+                    unit.step(masters, grads, state)
+        return meter.peak_bytes
+
+
+class _Meter(TorchDispatchMode):
+    """The most bytes at once, on one device, of storages that ops made while the mode was on."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._device = device.type
+        self._made: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = {
+            StorageWeakRef(t.untyped_storage())
+            for t in pytree.tree_leaves((args, kwargs))
+            if isinstance(t, Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for t in pytree.tree_leaves(result):
+            if isinstance(t, Tensor) and t.device.type == self._device:
+                ref = StorageWeakRef(t.untyped_storage())
+                if ref not in given:
+                    self._made[ref] = t.untyped_storage().nbytes()
+        self._made = {ref: size for ref, size in self._made.items() if not ref.expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(self._made.values()))
+        return result

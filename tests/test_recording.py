@@ -1,0 +1,138 @@
+"""A recorded step accounts for every byte and every op of ours, and timing ops changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lohan_fx
+from lohan_fx.api import LohanModule
+from lohan_fx.errors import StepError
+from lohan_fx.hardware import SsdDevice
+from lohan_fx.simulate import simulate
+from lohan_fx.timeline import SSD_WRITES, Timeline
+from tests.models import loss_of, make
+from tests.workloads import small_hardware
+
+
+def compiled(directory: Path, strategy: str = "swap-all") -> LohanModule:
+    ssd = SsdDevice(
+        path=str(directory), read_bytes_per_s=1e9, write_bytes_per_s=1e9, capacity_bytes=2**30
+    )
+    model, _ = make("mlp")
+    made = lohan_fx.compile(
+        model,
+        hw=small_hardware(device_kind="cpu", ssds=(ssd,)),
+        optimizer=torch.optim.AdamW(model.parameters()),
+        strategy=strategy,
+        states="ssd",
+        swap_to="ssd",
+    )
+    assert isinstance(made, LohanModule)
+    return made
+
+
+def step(model: nn.Module) -> torch.Tensor:
+    _, inputs = make("mlp")
+    assert isinstance(model, LohanModule)
+    optimizer = model.lohan.optimizer
+    assert optimizer is not None
+    loss = loss_of("mlp", model(**inputs))
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LohanModule, Timeline]]:
+    model = compiled(tmp_path_factory.mktemp("ssd"))
+    step(model)
+    with model.lohan.record() as recorder:
+        step(model)
+    yield model, recorder.timeline("recorded")
+    model.lohan.close()
+
+
+def test_bytes_are_those_of_the_plan(recorded: tuple[LohanModule, Timeline]) -> None:
+    model, timeline = recorded
+    planned = model.plan.prediction
+    assert timeline.traffic.d2h_bytes == planned.d2h_bytes
+    assert timeline.traffic.h2d_bytes == planned.h2d_bytes
+    assert timeline.traffic.ssd_read_bytes == planned.ssd_read_bytes
+    assert timeline.traffic.ssd_write_bytes == planned.ssd_write_bytes
+
+
+def test_every_transfer_of_the_program_has_its_spans(
+    recorded: tuple[LohanModule, Timeline],
+) -> None:
+    model, timeline = recorded
+    kinds = ("offload", "prefetch", "fetch_unit", "emit_gradients")
+    wanted = {
+        (i.kind, i.name)
+        for i in model.lohan.program().instructions.instructions
+        if i.kind in kinds
+    }
+    links = [*timeline.by_lane["h2d"], *timeline.by_lane["d2h"]]
+    assert {(s.kind, s.name) for s in links} == wanted
+    updated = {s.name for s in timeline.by_lane["cpu"] if s.kind == "update"}
+    assert updated == {u.name for u in model.lohan.program().workload.units if u.trainable}
+
+
+def test_spans_lie_within_the_step_and_know_their_phase(
+    recorded: tuple[LohanModule, Timeline],
+) -> None:
+    _, timeline = recorded
+    assert all(s.start_s >= 0 for s in timeline.spans)
+    phases = {s.kind: {x.phase for x in timeline.spans if x.kind == s.kind} for s in timeline.spans}
+    assert phases["offload"] == {"forward"}
+    assert phases["prefetch"] == phases["emit_gradients"] == {"backward"}
+    assert phases["fetch_unit"] == {"forward", "backward"}
+    assert phases["join"] == {"optimizer"}
+    assert any(s.kind in SSD_WRITES for s in timeline.by_lane["ssd"])
+
+
+def test_the_compute_lane_has_no_overlaps(recorded: tuple[LohanModule, Timeline]) -> None:
+    _, timeline = recorded
+    gpu = timeline.by_lane["gpu"]
+    assert all(a.end_s <= b.start_s for a, b in zip(gpu, gpu[1:], strict=False))
+
+
+def test_nothing_is_recorded_outside_of_the_block(tmp_path: Path) -> None:
+    model = compiled(tmp_path)
+    step(model)
+    with model.lohan.record() as recorder:
+        step(model)
+    before = len(recorder.timeline("a").spans)
+    step(model)
+    assert len(recorder.timeline("b").spans) == before
+    model.lohan.close()
+
+
+def test_recording_needs_a_first_step(tmp_path: Path) -> None:
+    model = compiled(tmp_path)
+    with pytest.raises(StepError, match="after the first step"), model.lohan.record():
+        pass
+    model.lohan.close()
+
+
+@pytest.mark.parametrize("strategy", ["swap-all", "recompute-all"])
+def test_timed_steps_are_the_same_steps(tmp_path: Path, strategy: str) -> None:
+    plain = compiled(tmp_path, strategy)
+    timed = compiled(tmp_path, strategy)
+    assert torch.equal(step(plain), step(timed))
+    with timed.lohan.time_ops() as timer:
+        assert torch.equal(step(plain), step(timed))
+    assert torch.equal(step(plain), step(timed))
+    workload = timed.lohan.program().workload
+    seconds = timer.seconds()
+    assert {op.name for op in workload.ops} <= set(seconds)
+    measured = workload.timed(seconds)
+    assert [op.seconds for op in measured.ops] == [seconds[op.name] for op in workload.ops]
+    total = sum(op.seconds for op in measured.ops)
+    assert simulate(measured, timed.plan, timed.lohan.options.hw).step_s >= total > 0
+    plain.lohan.close()
+    timed.lohan.close()
