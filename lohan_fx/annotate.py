@@ -420,6 +420,15 @@ def _num_tokens(graph: fx.Graph) -> int:
     return max(integers) if integers else len(largest) if largest.dim() else 1
 
 
+_GATHERS = frozenset({"aten.embedding", "aten.index", "aten.index_select", "aten.gather"})
+"""Ops that read no more of their first argument than they return."""
+
+
+def _gathers_from(node: fx.Node, source: fx.Node) -> bool:
+    packet = getattr(node.target, "overloadpacket", None)
+    return str(packet) in _GATHERS and node.args[0] is source
+
+
 def _op(
     node: fx.Node, hw: HardwareProfile, gradients: set[str], returned: set[str]
 ) -> tuple[Op, list[Value]]:
@@ -428,11 +437,13 @@ def _op(
     for source in node.all_input_nodes:  # a tuple argument: all of its tensors
         if "root" not in source.meta:
             read |= {g.meta["root"] for g in source.users if "root" in g.meta}
-    bytes_read = sum(
-        _num_bytes(t) for a in node.all_input_nodes for t in tensors_of(a.meta.get("val"))
-    )
     outs = tensors_of(node.meta["val"])
     bytes_written = sum(_num_bytes(t) for t in outs)
+    bytes_read = sum(
+        min(_num_bytes(t), bytes_written) if _gathers_from(node, a) else _num_bytes(t)
+        for a in node.all_input_nodes
+        for t in tensors_of(a.meta.get("val"))
+    )
     flops = flops_of(node)
     dtype = str(outs[0].dtype).removeprefix("torch.")
     rate = hw.flops_per_s(dtype)

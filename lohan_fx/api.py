@@ -61,7 +61,7 @@ def compile(
     outputs: Outputs = "auto",
     states: Literal["auto", "device", "host", "ssd"] = "auto",
     swap_to: Literal["auto", "host", "ssd"] = "auto",
-    schedule: Schedule = "optimized",
+    schedule: Schedule | Literal["auto"] = "auto",
     plan: Plan | None = None,
 ) -> M:
     """Make `model` train within a memory budget, with plain PyTorch's numbers.
@@ -86,7 +86,8 @@ def compile(
             outputs if there is none), "all", or names of top-level outputs.
         states: tier of parameters and optimizer states; "auto" lets the strategy choose.
         swap_to: tier of swapped activations; "auto" fills host memory first.
-        schedule: "optimized", "naive" or "serial" (LoHan Fig. 3); how updates overlap.
+        schedule: "optimized", "naive" or "serial" (LoHan Fig. 3): how updates overlap; "auto":
+            the strategy's own.
         plan: a plan made earlier for the same model and inputs; replaces the strategy.
 
     Raises:
@@ -100,8 +101,8 @@ def compile(
         raise LohanError(
             "the model is compiled already: call model.lohan.close() before compiling it again"
         )
-    if schedule not in SCHEDULES:
-        raise LohanError(f"schedule {schedule!r} is none of {', '.join(SCHEDULES)}")
+    if schedule not in ("auto", *SCHEDULES):
+        raise LohanError(f"schedule {schedule!r} is none of auto, {', '.join(SCHEDULES)}")
     get(strategy)
     hw = hw if hw is not None else profile_hardware()
     device = _device(hw)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import inspect
 import logging
+import operator
 import re
 import sysconfig
 import traceback
@@ -394,10 +395,9 @@ def _normalize(
         env[node] = made
     body = [n for n in source.nodes if n.op not in ("placeholder", "output")]
     for node in sorted(body, key=lambda n: _phase(n) == "backward"):  # stable
-        made = graph.node_copy(node, env.__getitem__)
+        env[node] = made = _copy(graph, node, env)
         made.meta["phase"] = _phase(node)
         _check_layout(made)
-        env[node] = made
     older = {
         _compat.storage_key(value)
         for n in graph.nodes
@@ -428,6 +428,18 @@ def _normalize(
         compute_dtype=dtype,
         first_names=first_names(model),
     )
+
+
+def _copy(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Copy a node; one that takes a result out of a tuple is named after the op."""
+    name = node.name
+    if node.target is operator.getitem:
+        source: Any = node.args[0]
+        name = f"{env[source].name}_r{node.args[1]}"
+    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    made = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+    made.meta = dict(node.meta)
+    return made
 
 
 def _own(graph: fx.Graph, gradient: fx.Node, older: Container[int]) -> fx.Node:

@@ -363,14 +363,15 @@ class CompiledModel:
         need = footprint.host_bytes_needed(workload, plan)
         host_units = layout.reserve(need["units"], "units")
         rings: dict[str, Any] = {}
+        direct = footprint.direct_gradients(plan)
         for tier in ("host", "ssd"):
-            ring = footprint.gradient_ring(units, tiers, plan.schedule, tier)
+            ring = footprint.gradient_ring(units, tiers, plan.schedule, tier, direct)
             if ring.count:
                 rings[tier] = (layout.reserve(ring.total_bytes, f"gradients {tier}"), ring.count)
         buffers = {}
-        if plan.schedule == "serial":
-            for i, unit in enumerate(units):
-                if unit.trainable and tiers[unit.name] != "device":
+        for i, unit in enumerate(units):
+            if unit.trainable and tiers[unit.name] != "device":
+                if plan.schedule == "serial" or unit.name in direct:
                     buffers[i] = layout.reserve(unit.compute_bytes, f"gradients {unit.name}")
         states_ring = footprint.state_ring(units, tiers, plan.schedule)
         ring_region = (

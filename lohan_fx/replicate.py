@@ -38,45 +38,37 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """A name as a template with its numbers taken out."""
+    """A name as a template with its numbers taken out.
+
+    `explicit` says that the name itself ends in ``_0``, so that a first one is written that way.
+    """
 
     kind: NameKind
     template: str
     numbers: tuple[int, ...]
-    shown: bool
-    """Whether the implied number is written out although it is the first."""
+    explicit: bool = False
 
     @classmethod
     def parse(cls, text: str, kind: NameKind) -> _Name:
-        full, shown = text, True
+        full, explicit = text, False
         if kind == "node":
             stem, dot, rest = text.partition(".")
-            shown = re.search(r"_\d+$", stem) is not None
-            full = text if shown else f"{stem}_0{dot}{rest}"
-        elif kind == "block":
-            shown = re.search(r"@\d+$", text) is not None
-            full = text if shown else f"{text}@1"
+            explicit = stem.endswith("_0")
+            full = text if re.search(r"_\d+$", stem) else f"{stem}_0{dot}{rest}"
+        elif kind == "block" and not re.search(r"@\d+$", text):
+            full = f"{text}@1"
         numbers = tuple(int(n) for n in _NUMBER.findall(full))
-        return cls(kind, _NUMBER.sub("{}", full), numbers, shown)
+        return cls(kind, _NUMBER.sub("{}", full), numbers, explicit)
 
     def render(self, numbers: Sequence[int]) -> str:
         """The name with other numbers."""
         if any(n < 0 for n in numbers):
             raise NotRepeatedError(f"the numbers in {self.template!r} would fall below zero")
         text = self.template.format(*numbers)
-        if self.kind == "node":
+        if self.kind == "node" and not self.explicit:
             stem, dot, rest = text.partition(".")
-            first = stem.endswith("_0") and not (self.shown and self._zero)
-            return stem.removesuffix("_0") + dot + rest if first else text
-        if self.kind == "block":
-            return text.removesuffix("@1")
-        return text
-
-    @property
-    def _zero(self) -> bool:
-        """Whether the implied number of this very name is zero."""
-        stem = self.template.partition(".")[0]
-        return self.numbers[stem.count("{}") - 1] == 0
+            return stem.removesuffix("_0") + dot + rest
+        return text.removesuffix("@1") if self.kind == "block" else text
 
 
 # -- items: ops, inputs and units in one shape -----------------------------------------------

@@ -1,8 +1,8 @@
 """The predicted device peak is the measured one, in requested bytes, within 1 %.
 
 Measured are PyTorch's own allocations on the CPU, through its profiler: every block that it takes
-and gives back on the thread that trains, during three steps. (The optimizer's lane has a thread of
-its own; what it takes is host memory.)
+and gives back on the thread that trains, between the inputs and the end of backward, in each of the
+first two steps. (The optimizer's lane has a thread of its own; what it takes is host memory.)
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def three_steps(
+def two_steps(
     name: str,
     strategy: str,
     directory: Path,
@@ -172,15 +172,17 @@ def three_steps(
     )
     assert isinstance(made, LohanModule)
 
-    def steps() -> None:
-        for _ in range(3):
-            output = made(**inputs)  # the plan counts outputs until the end of the step
-            loss_of(output).backward()
-            training.step()
+    def forward_and_backward() -> None:
+        output = made(**inputs)  # the plan counts outputs to the end of backward
+        loss_of(output).backward()
 
     made.lohan.prepare(**inputs)
     gc.collect()
-    return made, measure(steps)
+    measured = []
+    for _ in range(2):  # in the first, optimizers make their state
+        measured.append(measure(forward_and_backward))
+        training.step()
+    return made, max(measured, key=lambda m: m.peak_bytes)
 
 
 CASES = [
@@ -212,7 +214,8 @@ def check(made: LohanModule, measured: Measured) -> None:
         f"{measured.peak_bytes / predicted - 1:+.2%} at {memory.peak_name}"
     )
     assert measured.peak_bytes > 10 * MIB
-    assert abs(measured.left_bytes) < 4096  # step counters of the optimizer take turns
+    if made.plan.schedule != "serial":  # gradients of resident units wait for the optimizer
+        assert abs(measured.left_bytes) < 4096  # step counters of the optimizer
     made.lohan.close()
 
 
@@ -227,4 +230,4 @@ def test_the_predicted_peak_is_the_measured_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = {"states": states, "swap_to": swap_to, "schedule": schedule}
-    check(*three_steps(name, strategy, tmp_path, monkeypatch, **options))
+    check(*two_steps(name, strategy, tmp_path, monkeypatch, **options))

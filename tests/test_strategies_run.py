@@ -50,7 +50,7 @@ def one_capture() -> Iterator[None]:
     """The GPT is traced once for all tests of this module."""
     example = Example(build=gpt2, inputs=many_tokens, loss=EXAMPLES["gpt2"].loss)
     with pytest.MonkeyPatch.context() as patch, one_thread():
-        patch.setitem(EXAMPLES, NAME, example)  # type: ignore[arg-type]
+        patch.setitem(EXAMPLES, NAME, example)
         remember_captures(patch, NAME)
         yield
 

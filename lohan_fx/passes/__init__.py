@@ -1,12 +1,14 @@
 """Rewrites of the joint graph, one pass a file. They hold no heuristics: they obey the plan.
 
-Order (`pipeline`): normalize, recompute, offload, prefetch, parameters, emit_gradients, each
-followed by `verify`; `split` cuts the result between forward and backward as the last act.
+Order (`pipeline`): normalize, recompute, offload, prefetch, parameters, direct_access,
+emit_gradients, each followed by `verify`; `split` cuts the result between forward and backward
+as the last act.
 """
 
 from __future__ import annotations
 
 from lohan_fx.passes.base import Pass, PassManager, Rewrite
+from lohan_fx.passes.direct_access import DirectAccess
 from lohan_fx.passes.emit_gradients import EmitGradients
 from lohan_fx.passes.normalize import Normalize
 from lohan_fx.passes.offload import Offload
@@ -19,4 +21,12 @@ __all__ = ["Pass", "PassManager", "Rewrite", "pipeline"]
 
 def pipeline() -> tuple[Pass, ...]:
     """All rewriting passes in order. Verification runs after each (see `PassManager`)."""
-    return (Normalize(), Recompute(), Offload(), Prefetch(), Parameters(), EmitGradients())
+    return (
+        Normalize(),
+        Recompute(),
+        Offload(),
+        Prefetch(),
+        Parameters(),
+        DirectAccess(),
+        EmitGradients(),
+    )

@@ -15,7 +15,7 @@ from torch import fx
 from lohan_fx._compat import FakeTensor
 from lohan_fx.annotate import UnitLayout, is_getitem, is_view
 from lohan_fx.capture import Captured
-from lohan_fx.errors import LohanError, PlanError, VerificationError
+from lohan_fx.errors import LohanError, VerificationError
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.program import Kind, Region, regions_of
 from lohan_fx.workload import Workload
@@ -24,10 +24,12 @@ _ORDER: tuple[Kind, ...] = (
     "fetch_unit",
     "prefetch",
     "wait_unit",
+    "host_view",
     "wait",
     "recompute",
     "offload",
     "release",
+    "write_gradient",
     "emit_gradients",
     "release_gradients",
 )
@@ -66,7 +68,7 @@ class Rewrite:
     residuals and `units` the units; `handles` are the releases that prefetches follow.
 
     Raises:
-        PlanError: the plan does not fit the workload, or needs what no pass makes.
+        PlanError: the plan does not fit the workload.
     """
 
     captured: Captured
@@ -82,12 +84,6 @@ class Rewrite:
     handles: dict[str, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, unit in self.plan.units.items():
-            if unit.access == "direct" or unit.gradients == "direct":
-                raise PlanError(
-                    f"unit {name} is read or written in host memory directly: such plans can be "
-                    "simulated, but not run"
-                )
         self.captured = self.captured.clone()
         self.module = self.captured.graph
         self.regions = regions_of(self.workload, self.plan)

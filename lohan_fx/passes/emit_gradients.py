@@ -10,6 +10,7 @@ from torch import fx
 
 from lohan_fx.passes.base import Mark, Rewrite
 from lohan_fx.passes.normalize import replay
+from lohan_fx.program import written_gradient
 from lohan_fx.runtime import ops
 
 
@@ -30,8 +31,13 @@ class EmitGradients:
                 gradient[name] = node
                 returned[i] = None
         for layout in rewrite.layouts:
-            if rewrite.workload.unit_by_name[layout.name].trainable:
-                self._emit(rewrite, layout.name, [gradient.get(s.name) for s in layout.slices])
+            if not rewrite.workload.unit_by_name[layout.name].trainable:
+                continue
+            gradients = [gradient.get(s.name) for s in layout.slices]
+            if rewrite.plan.units[layout.name].gradients == "direct":
+                _write(rewrite, layout.name, gradients)
+            else:
+                self._emit(rewrite, layout.name, gradients)
         output.args = (tuple(returned),)
 
     @staticmethod
@@ -64,3 +70,39 @@ class EmitGradients:
                 (gradients, token, rewrite.run, key),
                 Mark(kind="release_gradients", name=name, key=key),
             )
+
+
+def _write(rewrite: Rewrite, name: str, gradients: list[fx.Node | None]) -> None:
+    """Each gradient goes to the host right after the op that makes it (GO-MemFerry §IV)."""
+    w = rewrite.workload
+    decision = rewrite.plan.units[name]
+    key = rewrite.units[name]
+    tokens = []
+    for value in dict.fromkeys(w.unit_by_name[name].gradients):
+        taken = [(j, g) for j, g in enumerate(gradients) if g is not None and _is_of(g, value)]
+        made = max(w.producer.get(value, -1), w.num_forward_ops)
+        mark = Mark(
+            kind="write_gradient",
+            name=written_gradient(name, value),
+            key=key,
+            tier=decision.tier,
+            num_bytes=w.values[value].num_bytes,
+        )
+        token = rewrite.insert_after(w.ops[made].name, ops.write_gradient, (), mark)
+        memo: dict[fx.Node, fx.Node] = {}
+        views = [replay(rewrite.graph, g, token, memo) for _, g in taken]
+        for clone in memo.values():
+            clone.meta["lohan"] = dataclasses.replace(mark, part=True)
+        token.args = (views, rewrite.run, key, [j for j, _ in taken])
+        tokens.append(token)
+    assert decision.emit_after is not None
+    mark = Mark(kind="emit_gradients", name=name, key=key, tier=decision.tier)
+    rewrite.insert_after(
+        decision.emit_after, ops.emit_written, (tokens, rewrite.run, key), mark
+    )
+
+
+def _is_of(gradient: fx.Node, value: str) -> bool:
+    root = gradient.meta["root"]
+    assert isinstance(root, fx.Node)
+    return root.name == value

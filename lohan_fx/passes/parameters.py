@@ -25,8 +25,8 @@ class Parameters:
     name: str = "parameters"
 
     def __call__(self, rewrite: Rewrite) -> None:
-        inputs = _placeholders(rewrite)
-        position = _positions(rewrite)
+        inputs = parameter_inputs(rewrite)
+        position = positions(rewrite)
         for layout in rewrite.layouts:
             if rewrite.plan.units[layout.name].tier != "device":
                 _windows(rewrite, layout, inputs, position)
@@ -48,7 +48,7 @@ def _windows(
     parameters = [node for s in layout.slices for node in inputs.get(s.name, ())]
     if not parameters:
         return
-    flat_value, slice_values = _values(layout, parameters[0])
+    flat_value, slice_values = flat_values(layout, parameters[0])
     for k, window in enumerate(decision.windows):
         name = window_storage(layout.name, k)
         flat = rewrite.insert_before(
@@ -80,7 +80,7 @@ def _windows(
                     replace_uses(parameter, again, users)
 
 
-def _placeholders(rewrite: Rewrite) -> dict[str, list[fx.Node]]:
+def parameter_inputs(rewrite: Rewrite) -> dict[str, list[fx.Node]]:
     """First name of a parameter → its placeholders (a tied one may have several)."""
     found: dict[str, list[fx.Node]] = {}
     for node in rewrite.graph.find_nodes(op="placeholder"):
@@ -90,7 +90,7 @@ def _placeholders(rewrite: Rewrite) -> dict[str, list[fx.Node]]:
     return found
 
 
-def _positions(rewrite: Rewrite) -> dict[fx.Node, int]:
+def positions(rewrite: Rewrite) -> dict[fx.Node, int]:
     """Node → index of the op that it is, or stands before (views, regions)."""
     index = {rewrite.nodes[op.name]: i for i, op in enumerate(rewrite.workload.ops)}
     found: dict[fx.Node, int] = {}
@@ -101,7 +101,7 @@ def _positions(rewrite: Rewrite) -> dict[fx.Node, int]:
     return found
 
 
-def _values(
+def flat_values(
     layout: UnitLayout, parameter: fx.Node
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The fake flat buffer of a unit, and its slices; all windows of the unit share them."""

@@ -155,7 +155,7 @@ def read_back(rewrite: Rewrite) -> tuple[Instruction, ...]:
 
 
 def shown(instruction: Instruction) -> Instruction:
-    """An instruction without what no graph shows: seconds, FLOPs, scratch; sets are sorted."""
+    """An instruction without what no graph shows: costs and scratch; sets are sorted."""
     return dataclasses.replace(
         instruction,
         reads=tuple(sorted(set(instruction.reads))),
@@ -163,6 +163,7 @@ def shown(instruction: Instruction) -> Instruction:
         seconds=0.0,
         flops=0,
         scratch_bytes=0,
+        direct_bytes=0,
         body=tuple(shown(inner) for inner in instruction.body),
     )
 

@@ -193,6 +193,23 @@ class Engine:
         self._resume(began, self.lanes.label("wait_unit", window_storage(states.unit.name, window)))
         return views_of(flat, states.layout.slices)
 
+    def host_view(self, unit: int, num_bytes: int) -> list[Tensor]:
+        """Views of a unit's host buffer that compute can read: `num_bytes` will cross the link."""
+        states = self.states.units[unit]
+        self.lanes.count(h2d_bytes=num_bytes)
+        return views_of(self.states.reachable(states), states.layout.slices)
+
+    def write_gradient(self, gradients: Sequence[Tensor], unit: int, indices: Sequence[int]) -> None:
+        assert self.updater is not None
+        self.updater.write(unit, gradients, indices)
+
+    def emit_written(self, unit: int) -> None:
+        assert self.updater is not None
+        began = self._pause()
+        self.updater.emit_written(unit)
+        label = self.lanes.label("emit_gradients", self.states.units[unit].unit.name)
+        self._resume(began, label)
+
     def emit_gradients(self, gradients: Sequence[Tensor | None], unit: int) -> None:
         assert self.updater is not None
         began = self._pause()

@@ -26,6 +26,9 @@ _SCHEMAS = {
     "wait": "(Tensor(a) y, int run, int slot) -> Tensor(a)",
     "fetch_unit": "(int run, int unit, int window) -> Tensor",
     "wait_unit": "(Tensor(a) flat, int run, int unit, int window) -> Tensor(a)[]",
+    "host_view": "(int run, int unit, int phase, int num_bytes) -> Tensor[]",
+    "write_gradient": "(Tensor[] gradients, int run, int unit, int[] indices) -> Tensor",
+    "emit_written": "(Tensor[] tokens, int run, int unit) -> Tensor",
     "emit_gradients": "(Tensor?[] gradients, int run, int unit) -> Tensor",
     "release_gradients": "(Tensor?[] gradients, Tensor token, int run, int unit) -> Tensor",
 }
@@ -84,6 +87,20 @@ def _wait_unit(flat: Tensor, run: int, unit: int, window: int) -> list[Tensor]:
     return engines[run].wait_unit(flat, unit, window)
 
 
+def _host_view(run: int, unit: int, phase: int, num_bytes: int) -> list[Tensor]:
+    return engines[run].host_view(unit, num_bytes)
+
+
+def _write_gradient(gradients: list[Tensor], run: int, unit: int, indices: list[int]) -> Tensor:
+    engines[run].write_gradient(gradients, unit, indices)
+    return _token()
+
+
+def _emit_written(tokens: list[Tensor], run: int, unit: int) -> Tensor:
+    engines[run].emit_written(unit)
+    return _token()
+
+
 def _emit_gradients(gradients: Sequence[Tensor | None], run: int, unit: int) -> Tensor:
     engines[run].emit_gradients(gradients, unit)
     return _token()
@@ -108,5 +125,8 @@ prefetch = torch.ops.lohan.prefetch.default
 wait = torch.ops.lohan.wait.default
 fetch_unit = torch.ops.lohan.fetch_unit.default
 wait_unit = torch.ops.lohan.wait_unit.default
+host_view = torch.ops.lohan.host_view.default
+write_gradient = torch.ops.lohan.write_gradient.default
+emit_written = torch.ops.lohan.emit_written.default
 emit_gradients = torch.ops.lohan.emit_gradients.default
 release_gradients = torch.ops.lohan.release_gradients.default

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lohan_fx._compat import version_of
 from lohan_fx.annotate import Slice, StateLayout, UnitLayout
+from lohan_fx.errors import LohanError
 from lohan_fx.footprint import align
 from lohan_fx.plan import Tier
 from lohan_fx.runtime._memory import forget_pages
@@ -29,6 +30,35 @@ def views_of(flat: Tensor, slices: Sequence[Slice]) -> list[Tensor]:
     """One view a parameter, with the parameter's shape and strides."""
     base = flat.storage_offset()
     return [flat.as_strided(s.shape, s.stride, base + s.offset) for s in slices]
+
+
+class _HostBytes:
+    """Registered host memory, shown to CUDA under its own address (unified addressing)."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat  # keeps the memory alive
+        self.__cuda_array_interface__ = {
+            "shape": (flat.numel() * flat.element_size(),),
+            "typestr": "|u1",
+            "data": (flat.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def on_device(flat: Tensor, device: torch.device) -> Tensor:
+    """Flat host memory as a tensor on `device`, without a copy (MemFerry's direct host access).
+
+    Raises:
+        LohanError: the memory is not pinned, so the device cannot reach it.
+    """
+    if device.type == "cpu":
+        return flat
+    if not flat.is_pinned():
+        raise LohanError(
+            "direct host access needs pinned memory, and the system refused to pin it: raise the "
+            "limit on locked memory (ulimit -l), or choose a strategy without direct access"
+        )
+    return torch.as_tensor(_HostBytes(flat), device=device).view(flat.dtype)
 
 
 @dataclass(slots=True)
@@ -60,6 +90,7 @@ class UnitStates:
     flats: Flats | None = None
     offset: int = -1
     visible: Tensor | None = None
+    direct: Tensor | None = None
     versions: list[int] = field(default_factory=list)
 
     @property
@@ -231,6 +262,13 @@ class ModelStates:
         """Make writes through the SSD mapping visible to direct reads of the file."""
         if self.file is not None:
             self.file.flush()
+
+    def reachable(self, states: UnitStates) -> Tensor:
+        """A host unit's compute copy as a tensor of the compute device, without a copy."""
+        assert states.flats is not None
+        if states.direct is None:
+            states.direct = on_device(states.flats.compute, self.device)
+        return states.direct
 
     def resident_views(self) -> dict[str, Tensor]:
         """Name → what the graph reads, for parameters of units in the device tier."""

@@ -24,7 +24,7 @@ from lohan_fx.plan import Schedule
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.lanes import Lane, Lanes, Ticket
 from lohan_fx.runtime.optimizer import Hyperparameters, snapshot_hyperparameters
-from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, views_of
+from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, on_device, views_of
 from lohan_fx.timeline import Lane as Lane_
 
 
@@ -36,7 +36,8 @@ class Updater:
         lanes: transfers; gradients leave through its d2h lane.
         schedule: see the module.
         optimizer: the user's; hyperparameters are read when backward begins.
-        gradient_buffers: unit tier → ring of host buffers; for "serial", unit index → buffer.
+        gradient_rings: unit tier → ring of host buffers that receive gradients in turn.
+        gradient_buffers: unit index → buffer of its own ("serial", and direct gradients).
         state_ring: host buffers for units on SSD.
     """
 
@@ -66,6 +67,7 @@ class Updater:
         self._arrivals: dict[int, Ticket] = {}
         self._updates: list[Ticket] = []
         self._held: list[tuple[UnitStates, list[Tensor | None], Ticket | None]] = []
+        self._written: dict[int, dict[int, Tensor]] = {}
         self._lock = threading.Lock()
         self._hyperparameters: Hyperparameters = ()
 
@@ -91,7 +93,8 @@ class Updater:
                 assert states.flats is not None
                 self._step(states, states.flats, kept)
             return
-        buffer = self._gradient_buffer(states)
+        own = index in self._buffers
+        buffer = self._buffers[index] if own else self._rings[states.tier].acquire()
         flat = buffer[: states.unit.compute_bytes].view(states.layout.copy_dtype)
         views: list[Tensor | None] = list(views_of(flat, states.layout.slices))
         pairs = []
@@ -104,6 +107,16 @@ class Updater:
                 pairs.append((gradient, view))
         label = self._lanes.label("emit_gradients", states.unit.name)
         arrival = self._arrivals[index] = self._lanes.to_host(pairs, label)
+        self._arrived(states, views, arrival, None if own else buffer)
+
+    def _arrived(
+        self,
+        states: UnitStates,
+        views: list[Tensor | None],
+        arrival: Ticket,
+        borrowed: Tensor | None = None,
+    ) -> None:
+        """Update a unit when its gradients are there, or keep them for `join`."""
         if self.schedule == "serial":
             self._held.append((states, views, arrival))
             return
@@ -113,9 +126,32 @@ class Updater:
                 arrival.synchronize()
                 self._update(states, views)
             finally:
-                self._rings[states.tier].release(buffer)
+                if borrowed is not None:
+                    self._rings[states.tier].release(borrowed)
 
         self._updates.append(self._lane.submit(job))
+
+    def write(self, index: int, gradients: Sequence[Tensor], indices: Sequence[int]) -> None:
+        """Compute itself writes gradients into the unit's host buffer (direct host access)."""
+        states = self._states.units[index]
+        buffer = self._buffers[index]
+        flat = buffer[: states.unit.compute_bytes].view(states.layout.copy_dtype)
+        written = self._written.setdefault(index, {})
+        for i, view in enumerate(views_of(on_device(flat, self._lanes.device), states.layout.slices)):
+            if i in indices:
+                gradient = gradients[indices.index(i)]
+                view.copy_(gradient)
+                self._lanes.count(d2h_bytes=gradient.numel() * gradient.element_size())
+                written[i] = views_of(flat, states.layout.slices)[i]
+
+    def emit_written(self, index: int) -> None:
+        """All gradients of a unit have been written: update it once compute has got here."""
+        states = self._states.units[index]
+        written = self._written.pop(index, {})
+        views = [written.get(i) for i in range(len(states.layout.slices))]
+        arrival = Ticket()
+        arrival.finish(self._lanes.mark())
+        self._arrived(states, views, arrival)
 
     def release(self, index: int) -> None:
         """Compute waits until the unit's gradients have left the device."""
@@ -172,17 +208,13 @@ class Updater:
 
     def _clear(self) -> None:
         self._held.clear()
+        self._written.clear()
         self._updates.clear()
         self._writes.clear()
         self._arrivals.clear()
         self._reads.clear()
         self._order.clear()
         self.pending = False
-
-    def _gradient_buffer(self, states: UnitStates) -> Tensor:
-        if self.schedule == "serial":
-            return self._buffers[states.index]
-        return self._rings[states.tier].acquire()
 
     # -- on the optimizer's thread ----------------------------------------------------------
 
