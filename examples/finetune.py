@@ -35,6 +35,8 @@ from rich.text import Text
 from torch import Tensor, nn
 
 import lohan_fx
+from lohan_fx.api import LohanModule
+from lohan_fx.compiled import CompiledModel
 from lohan_fx.errors import LohanError
 from lohan_fx.report import hardware_table, moved_text, plan_parts, short_bytes
 
@@ -116,17 +118,16 @@ def build(args: argparse.Namespace) -> nn.Module:
         return hf.BertForMaskedLM(
             hf.BertConfig(intermediate_size=4 * width, max_position_embeddings=length, **common)
         )
-    return hf.T5ForConditionalGeneration(
-        hf.T5Config(
-            vocab_size=256,
-            d_model=width,
-            d_kv=64,
-            d_ff=4 * width,
-            num_layers=layers // 2,
-            num_heads=heads,
-            decoder_start_token_id=0,
-        )
+    config = hf.T5Config(
+        vocab_size=256,
+        d_model=width,
+        d_kv=64,
+        d_ff=4 * width,
+        num_layers=layers // 2,
+        num_heads=heads,
     )
+    config.decoder_start_token_id = 0
+    return hf.T5ForConditionalGeneration(config)
 
 
 def batches(args: argparse.Namespace) -> Iterator[dict[str, Tensor]]:
@@ -195,14 +196,12 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """One of the two runs, in this process."""
     import torch._dynamo  # both runs: its import is no part of either's memory
 
-    import lohan_fx.api
-
     memory = Memory()
     memory.reset()
     model = build(args)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4 if args.hf == "t5" else 1e-3)
     data = batches(args)
-    compiled = None
+    compiled: CompiledModel | None = None
     if args.run == "lohan_fx":
         hw = lohan_fx.HardwareProfile.load(args.hw)
         model = lohan_fx.compile(
@@ -216,6 +215,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                 "ssd": args.ssd_space,
             },
         )
+        assert isinstance(model, LohanModule)
         compiled = model.lohan
         with console.status("tracing and planning"):
             program = compiled.prepare(**next(batches(args)))
@@ -300,7 +300,7 @@ def compare(
 
 
 def parse() -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--hf", choices=("gpt2", "llama", "bert", "t5"), help="a transformers model")
     p.add_argument("--steps", type=int, default=6)
     p.add_argument("--batch", type=int, default=4)

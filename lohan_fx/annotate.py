@@ -241,6 +241,12 @@ def storage_bytes(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().nbytes())
 
 
+def device_bytes(tensor: torch.Tensor, device: torch.device) -> int:
+    """Bytes of the storage if it is on the compute device, else 0: a random generator's state
+    that a CUDA kernel returns on the host takes no device memory."""
+    return storage_bytes(tensor) if tensor.device.type == device.type else 0
+
+
 # ---------------------------------------------------------------------------------------------
 # Units
 # ---------------------------------------------------------------------------------------------
@@ -392,7 +398,7 @@ def annotate(
             continue
         if is_view(node) or is_getitem(node) or not tensors_of(value):
             continue
-        op, made = _op(node, hw, gradients, returned)
+        op, made = _op(node, hw, captured.device, gradients, returned)
         ops.append(op)
         values.update({v.name: v for v in made})
 
@@ -430,9 +436,15 @@ def _gathers_from(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _op(
-    node: fx.Node, hw: HardwareProfile, gradients: set[str], returned: set[str]
+    node: fx.Node,
+    hw: HardwareProfile,
+    device: torch.device,
+    gradients: set[str],
+    returned: set[str],
 ) -> tuple[Op, list[Value]]:
-    results = _results(node)
+    results = _results(node, device)
+    # what is not on the device stays where it is: it is never swapped, nor made again
+    elsewhere = {name for name, t in _made(node).items() if t.device.type != device.type}
     read = {n.meta["root"] for n in node.all_input_nodes if "root" in n.meta}
     for source in node.all_input_nodes:  # a tuple argument: all of its tensors
         if "root" not in source.meta:
@@ -469,14 +481,22 @@ def _op(
             num_bytes=size,
             kind="gradient" if name in gradients else "activation",
             block=block,
-            is_output=name in returned,
+            is_output=name in returned or name in elsewhere,
         )
         for name, size in results
     ]
     return op, made
 
 
-def _results(node: fx.Node) -> list[tuple[str, int]]:
+def _made(node: fx.Node) -> dict[str, torch.Tensor]:
+    """Node name → its tensor, for the op itself or the results taken out of it."""
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return {node.name: value}
+    return {g.name: g.meta["val"] for g in node.users if isinstance(g.meta.get("val"), torch.Tensor)}
+
+
+def _results(node: fx.Node, device: torch.device) -> list[tuple[str, int]]:
     """(value name, storage bytes) of every storage that the op creates.
 
     A tuple-valued op names its results by the getitem nodes that take them; results that
@@ -484,7 +504,7 @@ def _results(node: fx.Node) -> list[tuple[str, int]]:
     """
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):
-        return [(node.name, storage_bytes(value))]
+        return [(node.name, device_bytes(value, device))]
     taken = {
         storage_key(g.meta["val"]): g.meta["root"].name
         for g in node.users
@@ -495,7 +515,7 @@ def _results(node: fx.Node) -> list[tuple[str, int]]:
     for i, t in enumerate(tensors_of(value)):
         key = storage_key(t)
         if key not in given and key not in found:
-            found[key] = (taken.get(key, f"{node.name}.{i}"), storage_bytes(t))
+            found[key] = (taken.get(key, f"{node.name}.{i}"), device_bytes(t, device))
     return list(found.values())
 
 

@@ -76,6 +76,7 @@ class Captured:
     differentiable: tuple[int, ...]
     unflatten: Callable[[tuple[Any, ...], tuple[Any, ...], dict[str, Any]], Any]
     compute_dtype: torch.dtype | None
+    device: torch.device
     first_names: Mapping[str, str]
 
     def first_name(self, target: str) -> str:
@@ -142,7 +143,9 @@ def capture(
             chosen = _differentiable(dynamo, outputs, arguments) if grad else ()
             dynamo.isolate_outputs(chosen)
             with _compat.export_joint(dynamo.module, fake_args, fake_kwargs) as joint:
-                captured = _normalize(model, dynamo, joint, chosen, dtype, tuple(kwargs))
+                captured = _normalize(
+                    model, dynamo, joint, chosen, dtype, torch.device(device), tuple(kwargs)
+                )
         except CaptureError:
             raise
         except Exception as error:
@@ -379,6 +382,7 @@ def _normalize(
     joint: _compat.JointExport,
     differentiable: tuple[int, ...],
     dtype: torch.dtype | None,
+    device: torch.device,
     keywords: tuple[str, ...],
 ) -> Captured:
     """Copy the joint graph: forward nodes first, readable placeholders, only known outputs."""
@@ -426,6 +430,7 @@ def _normalize(
         differentiable=differentiable,
         unflatten=_Unflatten(dynamo.unflatten, keywords),
         compute_dtype=dtype,
+        device=device,
         first_names=first_names(model),
     )
 

@@ -31,29 +31,32 @@ def main() -> None:
     app(prog_name="lohan-fx")
 
 
-def _console(*, stderr: bool = False) -> Console:
-    console = Console(stderr=stderr, highlight=False, markup=False)
+def _print(*parts: Any) -> None:
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.width = max(console.width, 110)  # files and pipes have no width of their own
-    return console
+        console.width = max(console.width, 100)  # files and pipes have no width of their own
+    for part in parts:
+        console.print(part)
 
 
 @contextmanager
 def _plain_messages() -> Iterator[None]:
-    """Errors that we raise on purpose, and warnings, as one message each, without traceback."""
-    stderr = _console(stderr=True)
+    """Errors that are raised on purpose, and warnings, as one message each, without traceback."""
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: stderr.print(f"warning: {message}")
+            warnings.simplefilter("always", UserWarning)
+            warnings.showwarning = lambda message, *_, **__: typer.echo(
+                f"warning: {message}", err=True
+            )
             yield
     except (LohanError, OSError) as error:
-        stderr.print(f"error: {error}", style="red")
+        typer.secho(f"error: {error}", err=True, fg="red")
         raise typer.Exit(1) from None
 
 
 def _print_version(asked: bool) -> None:
     if asked:
-        _console().print(f"lohan_fx {__version__}")
+        typer.echo(f"lohan_fx {__version__}")
         raise typer.Exit
 
 
@@ -93,16 +96,16 @@ def profile(
         from lohan_fx.profiling import profile_hardware
 
         hw = profile_hardware(ssd or [], device=device, name=name, quick=quick)
-        _console().print(hardware_table(hw))
+        _print(hardware_table(hw))
         if out is not None:
             hw.save(out)
-            _console(stderr=True).print(f"saved {out}")
+            typer.echo(f"saved {out}", err=True)
 
 
 @app.command()
 def presets() -> None:
     """List the built-in hardware profiles."""
-    _console().print(presets_table())
+    _print(presets_table())
 
 
 @app.command()
@@ -111,8 +114,7 @@ def report(
 ) -> None:
     """Print a plan file or a hardware profile as tables."""
     with _plain_messages():
-        for part in _parts_of(file):
-            _console().print(part)
+        _print(*_parts_of(file))
 
 
 def _parts_of(file: Path) -> list[Any]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from lohan_fx.workload import MODEL_INPUT_KINDS, Op, Unit, Value, Workload
+from lohan_fx.workload import MODEL_INPUT_KINDS, Op, Unit, Value, ValueKind, Workload
 
 T = TypeVar("T", Op, Value, Unit)
 
@@ -34,6 +34,8 @@ class NotRepeatedError(Exception):
 # -- names -----------------------------------------------------------------------------------
 
 _NUMBER = re.compile(r"\d+")
+_NODE = re.compile(r"(?P<stem>.*?)(?P<count>_\d+)?(?P<result>_r\d+|\.\d+)?")
+"""An FX node, or one of its results: ``mm``, ``mm_1``, ``gru_2_r1``, ``gru_2.3``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,9 @@ class _Name:
     def parse(cls, text: str, kind: NameKind) -> _Name:
         full, explicit = text, False
         if kind == "node":
-            stem, dot, rest = text.partition(".")
-            explicit = stem.endswith("_0")
-            full = text if re.search(r"_\d+$", stem) else f"{stem}_0{dot}{rest}"
+            stem, count, result = _parts(text)
+            explicit = count == "_0"
+            full = f"{stem}{count or '_0'}{result}"
         elif kind == "block" and not re.search(r"@\d+$", text):
             full = f"{text}@1"
         numbers = tuple(int(n) for n in _NUMBER.findall(full))
@@ -66,9 +68,16 @@ class _Name:
             raise NotRepeatedError(f"the numbers in {self.template!r} would fall below zero")
         text = self.template.format(*numbers)
         if self.kind == "node" and not self.explicit:
-            stem, dot, rest = text.partition(".")
-            return stem.removesuffix("_0") + dot + rest
+            stem, count, result = _parts(text)
+            return f"{stem}{'' if count == '_0' else count}{result}"
         return text.removesuffix("@1") if self.kind == "block" else text
+
+
+def _parts(text: str) -> tuple[str, str, str]:
+    """(stem, count, result) of a node's name; the last two may be empty."""
+    match = _NODE.fullmatch(text)
+    assert match is not None
+    return match["stem"], match["count"] or "", match["result"] or ""
 
 
 # -- items: ops, inputs and units in one shape -----------------------------------------------
@@ -151,8 +160,9 @@ def _op_item(w: Workload, op: Op, reads: Sequence[str]) -> _Item:
     return _Item(same, names, build)
 
 
-def _input_items(w: Workload) -> list[_Item]:
-    return [_input_item(v) for name, v in w.values.items() if name not in w.producer]
+def _input_items(w: Workload, kind: ValueKind) -> list[_Item]:
+    """What exists before the step, and tensors that forward holds as constants."""
+    return [_input_item(v) for n, v in w.values.items() if n not in w.producer and v.kind == kind]
 
 
 def _input_item(value: Value) -> _Item:
@@ -268,7 +278,13 @@ def extrapolate(small: Workload, large: Workload, copies: int) -> Workload:
     """
     if small.name != large.name or small.num_tokens != large.num_tokens:
         raise NotRepeatedError("the two workloads are not of one model and batch")
-    inputs = _stretch(_input_items(small), _input_items(large), copies, "inputs")
+    inputs = [
+        row
+        for kind in dict.fromkeys(v.kind for v in large.values.values())
+        for row in _stretch(
+            _input_items(small, kind), _input_items(large, kind), copies, f"inputs ({kind})"
+        )
+    ]
     units = _stretch(_unit_items(small), _unit_items(large), copies, "units")
     n, m = small.num_forward_ops, large.num_forward_ops
     a, b = _op_items(small), _op_items(large)

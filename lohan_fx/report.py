@@ -68,18 +68,18 @@ def hardware_table(hw: HardwareProfile) -> Table:
 
 def presets_table() -> Table:
     """One row a built-in hardware profile."""
-    columns = ("device memory", "host memory", "SSDs", "SSD read / write")
+    columns = ("device memory", "host memory", "SSDs, read / write")
     table = _table("hardware presets", ("name", "device"), columns)
+    table.columns[0].no_wrap = True
     for name in HardwareProfile.preset_names():
         hw = HardwareProfile.preset(name)
-        rates = (hw.ssd_read_bytes_per_s, hw.ssd_write_bytes_per_s)
+        rates = (hw.ssd_read_bytes_per_s / 1e9, hw.ssd_write_bytes_per_s / 1e9)
         table.add_row(
             name,
             hw.device_name,
             short_bytes(hw.device_bytes),
             short_bytes(hw.host_bytes),
-            str(len(hw.ssds)),
-            " / ".join(f"{rate / 1e9:.1f}" for rate in rates) + " GB/s",
+            f"{len(hw.ssds)}, {rates[0]:.1f} / {rates[1]:.1f} GB/s",
         )
     return table
 
@@ -92,7 +92,7 @@ def plan_table(workload: Workload, plan: Plan) -> Table:
 
     Neighbours that are treated alike share a row, which shows one of them.
     """
-    title = f"{plan.strategy} plan for {plan.workload}: residuals of each block, tier of its states"
+    title = f"{plan.strategy} plan for {plan.workload}: residuals by block"
     table = _table(title, (), ("block", *_ACTIONS, "states"))
     for column in (table.columns[0], table.columns[-1]):
         column.justify, column.no_wrap = "left", False

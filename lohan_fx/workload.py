@@ -27,8 +27,9 @@ class Value:
     """One storage.
 
     `name` is the FX node that creates it; `num_bytes` its whole size in bytes;
-    `unit` names the parameter unit for parameters; `is_output` says that user code
-    receives it (it then lives to the end of the step).
+    `unit` names the parameter unit for parameters; `is_output` says that it is
+    held to the end of the step: user code receives it, or it is not on the device at all (then
+    `num_bytes` is 0).
     """
 
     name: str

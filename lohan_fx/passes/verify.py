@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from lohan_fx.annotate import is_view, storage_bytes
+from lohan_fx.annotate import device_bytes, is_view, storage_bytes
 from lohan_fx.capture import is_random, op_name
 from lohan_fx.errors import InsufficientMemoryError, VerificationError
 from lohan_fx.passes.base import Mark, Rewrite
@@ -193,7 +193,8 @@ class _Reader:
             name = v if self.region is None else recomputed(v, self.region)
             if v in made:
                 self.storages[made[v]] = name
-                births.append((name, storage_bytes(made[v].meta["val"])))
+                held = made[v].meta["val"]
+                births.append((name, device_bytes(held, self.rewrite.captured.device)))
             else:  # a result that nothing reads
                 births.append((name, self.rewrite.workload.values[v].num_bytes))
         return Instruction(

@@ -219,6 +219,12 @@ class Model:
                 yield column, group, option
                 column += 1
 
+    def column(self, member: str, option: Option) -> int | None:
+        """The column of a residual's or unit's option; None if it has no such option."""
+        g = self.group_of[member]
+        options = self.groups[g].options
+        return int(self.start[g]) + options.index(option) if option in options else None
+
     # -- time -------------------------------------------------------------------------------
 
     def _costs(self, row: Row) -> Floats:

@@ -26,7 +26,7 @@ from lohan_fx.footprint import host_bytes_needed, ssd_bytes_needed
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan
 from lohan_fx.planners import registry
-from lohan_fx.planners.assign import Assignment, assignment_of
+from lohan_fx.planners.assign import Assignment, Improver, assignment_of
 from lohan_fx.planners.evaluate import step_seconds
 from lohan_fx.planners.exhaustive import by_bound, columns_of
 from lohan_fx.planners.keep import overlap_reserve
@@ -229,7 +229,8 @@ class _Search:
         self.model = Model(self.workload, self.hw, self.options)
         self.relaxed = solve(self.model.program(self.budget), self.model.leanest)
         self.bound_s = self.relaxed.bound * self.model.unit_s
-        self.tried: set[tuple[object, int]] = set()
+        self.evaluator = Improver(self.model, self.model.program(self.budget))
+        self.tried: set[tuple[object, ...]] = set()
 
     def run(self) -> tuple[Plan, ParetoReport]:
         steps: tuple[Callable[[], None], ...] = (
@@ -283,12 +284,30 @@ class _Search:
         return seconds
 
     def finish(self, made: Draft, budget: MemoryBudget) -> None:
-        """Complete a draft and offer it, unless that has been done."""
-        key = (made.plan.fingerprint, budget.device_bytes)
-        if key in self.tried or made.memory.peak_bytes > budget.device_bytes:
+        """Complete a draft and offer it, unless that has been done or it does not fit."""
+        if made.memory.peak_bytes > budget.device_bytes:
             return
-        self.tried.add(key)
-        self.offer(finish_draft(made, self.hw, budget, self.options), NAME)
+        plan = made.plan
+        actions = tuple((r.action, r.tier) for r in plan.residuals.values())
+        units = tuple((u.tier, u.access, len(u.windows)) for u in plan.units.values())
+        key = (budget.device_bytes, actions, units)
+        if key not in self.tried:
+            self.tried.add(key)
+            self.offer(finish_draft(made, self.hw, budget, self.options), NAME)
+
+    def bound_of(self, plan: Plan) -> float:
+        """Seconds that this plan's simulated step cannot undercut; 0.0 if the model lacks it."""
+        assignment = assignment_of(self.model, plan)
+        if assignment is None:
+            return 0.0
+        columns = [self.model.column(name, option) for name, option in assignment.items()]
+        if None in columns:
+            return 0.0
+        x = np.bincount(np.array(columns, dtype=np.int64), minlength=len(self.model.column_group))
+        search = self.evaluator
+        totals = search.totals(x)
+        totals[search.num_time :] = 0.0
+        return float(search.value(totals[:, None], 0.0)[0]) * self.model.unit_s
 
     # -- where candidates come from -------------------------------------------------------------
 
@@ -327,7 +346,8 @@ class _Search:
             except LohanError:
                 continue
             else:
-                self.offer(found, name)
+                if self.may_gain(self.bound_of(found)):
+                    self.offer(found, name)
 
     def own_plans(self) -> None:
         """The integer program at this budget, with several shares of it left to copies."""
@@ -451,14 +471,21 @@ class _Search:
     # -- explanations ---------------------------------------------------------------------------
 
     def binding(self) -> dict[str, str]:
-        """Stage → resource with the highest price in the relaxed program's optimum."""
-        prices = self.relaxed.prices
+        """Stage → the resource that the relaxed program's optimum pays most for.
+
+        A row's price is shared between the device and its lane by their parts of its seconds.
+        """
+        time = self.model.time @ self.relaxed.x
         found = {}
         for stage, patterns in _STAGES.items():
             total: dict[str, float] = {}
-            for row, price in zip(self.model.rows, prices, strict=False):
-                if row.stages in patterns and price < -1e-9:
-                    total[row.resource] = total.get(row.resource, 0.0) - float(price)
+            rows = zip(self.model.rows, self.relaxed.prices, time, strict=False)
+            for row, price, added in rows:
+                if row.stages not in patterns or price > -1e-9 or row.base + added <= 0:
+                    continue
+                lane = float(added / (row.base + added)) if row.resource != "gpu" else 0.0
+                for resource, part in (("gpu", 1 - lane), (row.resource, lane)):
+                    total[resource] = total.get(resource, 0.0) - float(price) * part
             if total:
                 found[stage] = max(total, key=lambda r: (total[r], r))
         return found

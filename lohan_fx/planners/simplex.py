@@ -5,15 +5,14 @@
 
 Generalised upper bounding (Dantzig and Van Slyke 1967): one option of every group is its *key*
 and is substituted away, so the basis has one row for each shared row, however many groups there
-are. The shared rows are few (about 80), so the basis is factored anew at every step. Numpy only;
-the same input gives the same pivots. Every optimum comes with `bound`, which holds by weak
-duality whatever the arithmetic did.
+are. The shared rows are few (about 100). Numpy only; the same input gives the same pivots. Every
+optimum comes with `bound`, which holds by weak duality whatever the arithmetic did.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 _EPS = 1e-9
+_REFACTOR = 100
 _STALLED = 40
 """Steps without progress after which Bland's rule prevents a cycle."""
 
@@ -122,8 +122,26 @@ def solve(p: ChoiceProgram, start: Ints | None = None, max_steps: int = 20_000) 
     )
 
 
+def _inverse(matrix: Floats) -> Floats:
+    """By Gauss and Jordan, with partial pivoting."""
+    size = len(matrix)
+    work = np.concatenate([matrix, np.eye(size)], axis=1)
+    for k in range(size):
+        pivot = k + int(np.argmax(np.abs(work[k:, k])))
+        if pivot != k:
+            work[[k, pivot]] = work[[pivot, k]]
+        row = work[k] / work[k, k]
+        work -= work[:, k, None] * row[None, :]
+        work[k] = row
+    return work[:, size:]
+
+
 class _Simplex:
-    """Columns in this order: x (structural), z, slacks, one artificial."""
+    """Columns in this order: x (structural), z, slacks, one artificial.
+
+    The basis inverse is kept in product form and made anew every `_REFACTOR` steps. Products are
+    einsum's own loops: where threads contend, BLAS takes a hundred times as long at this size.
+    """
 
     def __init__(self, p: ChoiceProgram, keys: Ints) -> None:
         self.p = p
@@ -134,33 +152,32 @@ class _Simplex:
         self.artificial = self.slack0 + self.rows
         self.keys = keys
         self.basic = np.arange(self.rows, dtype=np.int64) + self.slack0
-        self.members: Any = None
+        self.inverse: Floats = np.eye(self.rows)
         self.steps = 0
-        rest = p.limits - p.matrix[:, keys] @ p.counts
+        rest = self._rest()
         self.violated = (rest < 0).astype(np.float64)
         if (rest < 0).any():
-            self.basic[int(np.argmin(rest))] = self.artificial
+            worst = int(np.argmin(rest))
+            self._replace(worst, self.artificial, -self.violated)
 
     def run(self, max_steps: int) -> Solution:
         status: Literal["optimal", "infeasible", "limit"] = "optimal"
         if self.artificial in self.basic:
             done = self._phase(np.zeros(self.num_x), np.zeros(self.num_z), 1.0, max_steps)
-            values = self._values()
             at = np.flatnonzero(self.basic == self.artificial)
-            if at.size and values[at[0]] > 1e-7:
+            if at.size and self._values()[at[0]] > 1e-7:
                 status = "infeasible" if done else "limit"
             elif at.size:
                 self._drive_out(int(at[0]))
-        if status == "optimal" and not self._phase(
-            self.p.costs, self.p.extra_costs, 0.0, max_steps
-        ):
+        costs, extra_costs = self.p.costs, self.p.extra_costs
+        if status == "optimal" and not self._phase(costs, extra_costs, 0.0, max_steps):
             status = "limit"
         x, z = self._primal()
-        y = self._prices(self.p.costs, self.p.extra_costs, 0.0)
-        value = float(self.p.costs @ x + self.p.extra_costs @ z)
+        value = float(costs @ x + extra_costs @ z)
+        y = self._prices(costs, extra_costs, 0.0)
         return Solution(status=status, value=value, bound=0.0, x=x, z=z, prices=y, steps=self.steps)
 
-    # -- pieces -----------------------------------------------------------------------------
+    # -- the basis ----------------------------------------------------------------------------
 
     def _column(self, j: int) -> Floats:
         if j < self.num_x:
@@ -174,47 +191,41 @@ class _Simplex:
         unit[j - self.slack0] = 1.0
         return unit
 
-    def _basis(self) -> Floats:
-        basis = np.zeros((self.rows, self.rows))
-        basic = self.basic
-        is_x = basic < self.num_x
-        if is_x.any():
-            xs = basic[is_x]
-            keys = self.keys[self.p.group[xs]]
-            basis[:, is_x] = self.p.matrix[:, xs] - self.p.matrix[:, keys]
-        is_z = (basic >= self.num_x) & (basic < self.slack0)
-        basis[:, is_z] = self.p.extra[:, basic[is_z] - self.num_x]
-        is_s = np.flatnonzero((basic >= self.slack0) & (basic < self.artificial))
-        basis[basic[is_s] - self.slack0, is_s] = 1.0
-        basis[:, basic == self.artificial] = -self.violated[:, None]
-        return basis
+    def _replace(self, at: int, entering: int, step: Floats) -> None:
+        """Column `entering`, whose coordinates in the basis are `step`, takes position `at`."""
+        self.basic[at] = entering
+        row = self.inverse[at] / step[at]
+        self.inverse -= step[:, None] * row[None, :]
+        self.inverse[at] = row
+
+    def _refactor(self) -> None:
+        basis = np.stack([self._column(int(j)) for j in self.basic], axis=1)
+        self.inverse = _inverse(basis)
 
     def _rest(self) -> Floats:
-        return np.asarray(self.p.limits - self.p.matrix[:, self.keys] @ self.p.counts)
+        return np.asarray(
+            self.p.limits - np.einsum("ij,j->i", self.p.matrix[:, self.keys], self.p.counts)
+        )
 
     def _values(self) -> Floats:
-        return np.asarray(np.linalg.solve(self._basis(), self._rest()))
+        return np.asarray(np.einsum("ij,j->i", self.inverse, self._rest()))
 
-    def _basic_costs(self, costs: Floats, extra_costs: Floats, artificial: float) -> Floats:
-        found = np.zeros(self.rows)
+    def _prices(self, costs: Floats, extra_costs: Floats, artificial: float) -> Floats:
         basic = self.basic
+        found = np.zeros(self.rows)
         is_x = basic < self.num_x
         xs = basic[is_x]
         found[is_x] = costs[xs] - costs[self.keys[self.p.group[xs]]]
         is_z = (basic >= self.num_x) & (basic < self.slack0)
         found[is_z] = extra_costs[basic[is_z] - self.num_x]
         found[basic == self.artificial] = artificial
-        return found
-
-    def _prices(self, costs: Floats, extra_costs: Floats, artificial: float) -> Floats:
-        basic_costs = self._basic_costs(costs, extra_costs, artificial)
-        return np.asarray(np.linalg.solve(self._basis().T, basic_costs))
+        return np.asarray(np.einsum("i,ij->j", found, self.inverse))
 
     def _primal(self) -> tuple[Floats, Floats]:
+        self._refactor()
         x, z = np.zeros(self.num_x), np.zeros(self.num_z)
-        values = np.maximum(self._values(), 0.0)
         x[self.keys] = self.p.counts
-        for j, value in zip(self.basic, values, strict=True):
+        for j, value in zip(self.basic, np.maximum(self._values(), 0.0), strict=True):
             if j < self.num_x:
                 x[j] = value
                 x[self.keys[self.p.group[j]]] -= value
@@ -223,29 +234,32 @@ class _Simplex:
         return np.maximum(x, 0.0), z
 
     def _drive_out(self, at: int) -> None:
-        """The artificial is 0 but basic: any nonbasic column with a pivot in its row replaces it."""
-        row = np.linalg.solve(self._basis().T, np.eye(self.rows)[at])
+        """The artificial is 0 but basic: another column with a pivot in its row replaces it."""
         taken = {*self.basic.tolist(), *self.keys.tolist()}
         for j in (*range(self.slack0, self.artificial), *range(self.slack0)):
-            if j not in taken and abs(row @ self._column(j)) > 1e-7:
-                self.basic[at] = j
+            if j in taken:
+                continue
+            step = np.einsum("ij,j->i", self.inverse, self._column(j))
+            if abs(step[at]) > 1e-7:
+                self._replace(at, j, step)
                 return
+
+    # -- steps --------------------------------------------------------------------------------
 
     def _phase(self, costs: Floats, extra_costs: Floats, artificial: float, max_steps: int) -> bool:
         """Pivot to the optimum of these costs; False if the steps ran out."""
         stalled = 0
         while self.steps < max_steps:
-            basis = self._basis()
-            rest = self._rest()
-            inverse = np.linalg.inv(basis)
-            values = np.maximum(inverse @ rest, 0.0)
-            y = self._basic_costs(costs, extra_costs, artificial) @ inverse
+            y = self._prices(costs, extra_costs, artificial)
             entering = self._entering(y, costs, extra_costs, bland=stalled > _STALLED)
             if entering is None:
                 return True
             self.steps += 1
-            length = self._pivot(entering, inverse @ self._column(entering), values)
+            step = np.einsum("ij,j->i", self.inverse, self._column(entering))
+            length = self._pivot(entering, step, np.maximum(self._values(), 0.0))
             stalled = 0 if length > _EPS else stalled + 1
+            if self.steps % _REFACTOR == 0:
+                self._refactor()
             if artificial and self.artificial not in self.basic:
                 return True
         return False
@@ -253,9 +267,10 @@ class _Simplex:
     def _entering(
         self, y: Floats, costs: Floats, extra_costs: Floats, *, bland: bool
     ) -> int | None:
-        reduced = costs - y @ self.p.matrix
+        reduced = costs - np.einsum("i,ij->j", y, self.p.matrix)
         reduced = reduced - reduced[self.keys][self.p.group]
-        every = np.concatenate([reduced, extra_costs - y @ self.p.extra, -y])
+        extra = extra_costs - np.einsum("i,ij->j", y, self.p.extra)
+        every = np.concatenate([reduced, extra, -y])
         every[self.basic[self.basic < self.artificial]] = 0.0
         tolerance = _EPS * max(1.0, float(np.abs(y).max(initial=0.0)))
         if bland:
@@ -270,34 +285,43 @@ class _Simplex:
         ratios = np.full(self.rows, np.inf)
         falling = step > 1e-9
         ratios[falling] = values[falling] / step[falling]
-        # keys of the groups that have basic options: n_g − Σ; they change with those
+        # a group's key is n_g less its other options, so it changes with those
         is_x = self.basic < self.num_x
         touched = group[self.basic[is_x]]
-        used = np.zeros(len(self.p.counts))
-        rate = np.zeros(len(self.p.counts))
-        np.add.at(used, touched, values[is_x])
-        np.add.at(rate, touched, step[is_x])
-        own = -1
+        used = np.bincount(touched, weights=values[is_x], minlength=len(self.p.counts))
+        rate = np.bincount(touched, weights=step[is_x], minlength=len(self.p.counts))
         if entering < self.num_x:
-            own = int(group[entering])
-            rate[own] -= 1.0
+            rate[group[entering]] -= 1.0
         shrinking = np.flatnonzero(rate < -1e-9)
         key_ratios = np.maximum(self.p.counts[shrinking] - used[shrinking], 0.0) / -rate[shrinking]
         length = float(min(ratios.min(initial=np.inf), key_ratios.min(initial=np.inf)))
         if not np.isfinite(length):
             raise ArithmeticError("the program is unbounded")
-        close = length * (1 + 1e-9) + 1e-12
-        rows = np.flatnonzero(ratios <= close)
+        rows = np.flatnonzero(ratios <= length * (1 + 1e-9) + 1e-12)
         if rows.size:
             # prefer the artificial, then the largest pivot: stable, and the same every time
-            order = [(self.basic[i] != self.artificial, -step[i], self.basic[i], i) for i in rows]
-            self.basic[min(order)[3]] = entering
+            order = [
+                (bool(self.basic[i] != self.artificial), -step[i], self.basic[i], i) for i in rows
+            ]
+            self._replace(int(min(order)[3]), entering, step)
             return length
-        leaving = int(shrinking[int(np.argmin(key_ratios))])
-        if leaving == own:
-            self.keys[leaving] = entering
-        else:
-            at = next(i for i in np.flatnonzero(is_x) if group[self.basic[i]] == leaving)
-            self.keys[leaving] = self.basic[at]
-            self.basic[at] = entering
+        self._swap_key(int(shrinking[int(np.argmin(key_ratios))]), entering, step)
         return length
+
+    def _swap_key(self, leaving: int, entering: int, step: Floats) -> None:
+        """The key of a group leaves; another basic option of the group becomes its key."""
+        basic = [int(j) if j < self.num_x else -1 for j in self.basic]
+        places = [i for i, j in enumerate(basic) if j >= 0 and self.p.group[j] == leaving]
+        if not places:
+            self.keys[leaving] = entering
+            return
+        at, rest = places[0], places[1:]
+        self.keys[leaving] = self.basic[at]
+        self.inverse[at] += self.inverse[rest].sum(axis=0)
+        if entering < self.num_x and self.p.group[entering] == leaving:
+            # all columns of the group are now relative to the new key, that of `entering` too
+            step = np.einsum("ij,j->i", self.inverse, self._column(entering))
+        else:
+            step = step.copy()
+            step[at] += step[rest].sum()
+        self._replace(at, entering, step)

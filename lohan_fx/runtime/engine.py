@@ -77,6 +77,14 @@ class _Loan:
     copied: Ticket
     written: Ticket | None
     loaded: Ticket | None = None
+    held: Tensor | None = None
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Loan:
+        """A loan that moves nothing."""
+        there = Ticket()
+        there.finish()
+        return cls(0, x.dtype, x.size(), x.stride(), x.storage_offset(), there, None, held=x)
 
 
 class Engine:
@@ -110,6 +118,9 @@ class Engine:
 
     def offload(self, x: Tensor, slot: int) -> None:
         where = self.slots[slot]
+        if x.device.type != self.lanes.device.type:  # traced as a device tensor, made on the host
+            self._loans[slot] = _Loan.of(x)
+            return
         source = storage_of(x)
         size = min(where.num_bytes, source.numel())
         source = source[:size]
@@ -142,6 +153,9 @@ class Engine:
     def prefetch(self, slot: int) -> Tensor:
         where = self.slots[slot]
         loan = self._loans[slot]
+        if loan.held is not None:
+            loan.loaded = loan.copied
+            return loan.held
         label = self.lanes.label("prefetch", where.name)
         began = self._pause()
         flat = torch.empty(loan.num_bytes, dtype=torch.uint8, device=self.lanes.device)

@@ -1,0 +1,204 @@
+"""The exactness of the CPU suite, on a CUDA device: the same kernels in the same order.
+
+Run with ``pytest -m gpu``. Plain PyTorch trains the model on the device; lohan_fx gets it on the
+host, as a model too large for the device would be.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lohan_fx
+from lohan_fx.api import LohanModule
+from lohan_fx.planners import names
+from tests.models import make
+from tests.training import (
+    NUM_STEPS,
+    Snapshot,
+    Squeezed,
+    assert_identical,
+    cpu_hardware,
+    remember_captures,
+    step,
+    training_of,
+)
+
+pytestmark = pytest.mark.gpu
+
+MODELS = ("gpt2", "llama", "bert", "t5", "resnet", "mlp", "tied", "frozen", "shared")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deterministic() -> Iterator[None]:
+    """CuDNN may pick another kernel in another run; the comparison is between equal kernels."""
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    yield
+    torch.backends.cudnn.deterministic = False
+
+
+def on_gpu(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().cuda().requires_grad_(value.requires_grad)
+
+
+def host_copies(snapshot: Snapshot) -> Snapshot:
+    tensors = {k: t.cpu() for k, t in snapshot.tensors.items()}
+    return Snapshot(snapshot.loss.cpu(), tensors)
+
+
+def train(name: str, model: nn.Module, optimizer: str) -> list[Snapshot]:
+    _, inputs = make(name)
+    inputs = {k: on_gpu(v) for k, v in inputs.items()}
+    training = training_of(optimizer, model)
+    return [
+        host_copies(step(name, model, inputs, seed, training.step)) for seed in range(NUM_STEPS)
+    ]
+
+
+_eager: dict[tuple[str, str], list[Snapshot]] = {}
+
+
+def eager(name: str, optimizer: str) -> list[Snapshot]:
+    if (name, optimizer) not in _eager:
+        model, _ = make(name)
+        _eager[name, optimizer] = train(name, model.cuda(), optimizer)
+    return _eager[name, optimizer]
+
+
+def check(
+    name: str, strategy: str, states: Any, swap_to: Any, schedule: Any, directory: Path
+) -> LohanModule:
+    """Train on the device through lohan_fx; every bit must be plain PyTorch's.
+
+    The update of a unit off the device runs on the CPU, whose square roots and divisions are the
+    device's to the last bit for SGD only; others are held to rounding.
+    """
+    optimizer = "sgd"
+    wanted = eager(name, optimizer)
+    model, inputs = make(name)
+    training = training_of(optimizer, model)
+    made = lohan_fx.compile(
+        model,
+        hw=cpu_hardware(directory, device_kind="cuda"),
+        optimizer=training.optimizer,
+        strategy=Squeezed(strategy),
+        states=states,
+        swap_to=swap_to,
+        schedule=schedule,
+        dtype=None,
+    )
+    assert isinstance(made, LohanModule)
+    inputs = {k: on_gpu(v) for k, v in inputs.items()}
+    for seed in range(NUM_STEPS):
+        before = made.lohan.counters
+        found = host_copies(step(name, made, inputs, seed, training.step))
+        compare(found, wanted[seed], exact=states == "device")
+        moved = made.lohan.counters.minus(before)
+        planned = made.plan.prediction
+        assert moved.d2h_bytes == planned.d2h_bytes
+        assert moved.h2d_bytes == planned.h2d_bytes
+        assert moved.ssd_read_bytes == planned.ssd_read_bytes
+        assert moved.ssd_write_bytes == planned.ssd_write_bytes
+    return made
+
+
+def compare(found: Snapshot, wanted: Snapshot, *, exact: bool) -> None:
+    if exact:
+        assert_identical(found, wanted)
+        return
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-5, atol=1e-6)
+    for name, tensor in found.tensors.items():
+        torch.testing.assert_close(tensor, wanted.tensors[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("strategy", "states", "swap_to", "schedule"),
+    [
+        ("swap-all", "device", "host", "optimized"),
+        ("swap-all", "device", "ssd", "optimized"),
+        ("recompute-all", "device", "host", "serial"),
+        ("random", "device", "auto", "optimized"),
+        ("lohan", "host", "auto", "optimized"),
+        ("swap-all", "ssd", "ssd", "naive"),
+        ("random", "host", "auto", "serial"),
+        ("lohan", "ssd", "auto", "optimized"),
+    ],
+)
+def test_steps_are_plain_pytorchs(
+    name: str,
+    strategy: str,
+    states: str,
+    swap_to: str,
+    schedule: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    remember_captures(monkeypatch, f"gpu {name}")
+    check(name, strategy, states, swap_to, schedule, tmp_path).lohan.close()
+
+
+@pytest.mark.parametrize("strategy", names())
+def test_every_strategy_runs(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember_captures(monkeypatch, "gpu gpt2")
+    check("gpt2", strategy, "auto", "auto", "auto", tmp_path).lohan.close()
+
+
+def test_device_memory_is_back_after_close(tmp_path: Path) -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    model = check("gpt2", "swap-all", "ssd", "ssd", "optimized", tmp_path)
+    model.lohan.close()
+    del model
+    gc.collect()
+    assert torch.cuda.memory_stats()["requested_bytes.all.current"] <= before
+
+
+def test_peak_is_the_planned_one(tmp_path: Path) -> None:
+    """Requested bytes of a step of a 4-layer GPT, above what stays, within 1% of the plan's."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=4, n_embd=512, n_head=8, vocab_size=2048, n_positions=256, use_cache=False,
+        bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+    )  # fmt: skip
+    tokens = torch.randint(0, 2048, (8, 256), device="cuda")
+    for strategy in ("swap-all", "recompute-all", "lohan"):
+        model = GPT2LMHeadModel(config)
+        optimizer = torch.optim.AdamW(model.parameters())
+        made = lohan_fx.compile(
+            model,
+            hw=cpu_hardware(tmp_path, device_kind="cuda"),
+            optimizer=optimizer,
+            strategy=strategy,
+            states="host",
+        )
+        for _ in range(2):
+            made(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        output = made(input_ids=tokens, labels=tokens)
+        output.loss.backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - base
+        assert isinstance(made, LohanModule)
+        memory = made.lohan.program().memory
+        planned = memory.peak_bytes - memory.static_bytes
+        assert abs(planned - peak) <= 0.01 * peak, (strategy, planned, peak)
+        del output
+        made.lohan.close()

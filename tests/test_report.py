@@ -1,0 +1,202 @@
+"""Tables that people read: what they say of a plan, and that they say it in 80 columns."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from lohan_fx.errors import LohanError
+from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.plan import Plan
+from lohan_fx.planners import PlannerOptions, make_plan
+from lohan_fx.report import (
+    hardware_table,
+    memory_table,
+    moved_text,
+    plan_file_parts,
+    plan_parts,
+    plan_table,
+    presets_table,
+    render,
+    short_bytes,
+    step_table,
+)
+from lohan_fx.runtime.lanes import Counters
+from lohan_fx.workload import Workload
+from tests.workloads import budget, gpt_workload, small_hardware
+
+HW = small_hardware()
+WORKLOAD = gpt_workload()
+
+
+def plan_of(
+    strategy: str, limit: MemoryBudget | None = None, workload: Workload = WORKLOAD
+) -> Plan:
+    options = PlannerOptions(states="ssd", swap_to="ssd")
+    return make_plan(strategy, workload, HW, limit or budget(), options)
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of every row of every table in a text."""
+    lines = [line for line in text.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def parsed_bytes(cell: str) -> float:
+    if not cell:
+        return 0.0
+    number, unit = cell.split()
+    return float(number) * 1024 ** ["B", "KiB", "MiB", "GiB"].index(unit)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (12 * 2**20, "12.0 MiB"),
+        (999 * 2**20, "999 MiB"),
+        (1.5 * 2**30, "1.50 GiB"),
+        (3 * 2**50, "3072 TiB"),
+        (-2048, "-2.00 KiB"),
+    ],
+)
+def test_short_bytes(num_bytes: float, text: str) -> None:
+    assert short_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize("strategy", ["keep-all", "swap-all", "recompute-all"])
+def test_the_plan_table_accounts_for_every_byte(strategy: str) -> None:
+    plan = plan_of(strategy)
+    total = rows(render([plan_table(WORKLOAD, plan)]))[-1]
+    assert total[0] == "all"
+    shown = sum(parsed_bytes(cell) for cell in total[1:5])
+    exact = sum(WORKLOAD.values[v].num_bytes for v in WORKLOAD.residuals)
+    assert shown == pytest.approx(exact, rel=0.01)
+
+
+def test_the_plan_table_sorts_bytes_by_decision() -> None:
+    plan = plan_of("swap-all")
+    first = WORKLOAD.residuals[0]
+    block = WORKLOAD.values[first].block
+    size = WORKLOAD.values[first].num_bytes
+    others = {v: replace(r, action="keep", tier="device") for v, r in plan.residuals.items()}
+    for column, decision in enumerate(
+        (
+            replace(plan.residuals[first], action="keep", tier="device"),
+            replace(plan.residuals[first], action="swap", tier="host"),
+            replace(plan.residuals[first], action="swap", tier="ssd"),
+            replace(plan.residuals[first], action="recompute", tier="device"),
+        ),
+        start=1,
+    ):
+        changed = replace(plan, residuals={**others, first: decision})
+        row = next(r for r in rows(render([plan_table(WORKLOAD, changed)])) if r[0] == block)
+        kept = sum(
+            WORKLOAD.values[v].num_bytes
+            for v in WORKLOAD.residuals
+            if v != first and WORKLOAD.values[v].block == block
+        )
+        assert parsed_bytes(row[column]) == pytest.approx(size + (kept if column == 1 else 0), 0.01)
+
+
+def test_states_are_shown_by_tier_and_access() -> None:
+    plan = plan_of("swap-all")
+    unit = WORKLOAD.units[0]
+    assert {r[5] for r in rows(render([plan_table(WORKLOAD, plan)]))[:-1]} <= {"ssd", ""}
+    direct = replace(plan.units[unit.name], tier="host", access="direct")
+    changed = replace(plan, units={**plan.units, unit.name: direct})
+    found = {r[0]: r[5] for r in rows(render([plan_table(WORKLOAD, changed)]))}
+    assert found[unit.block] == "host, direct"
+
+
+def test_neighbours_that_are_treated_alike_share_a_row() -> None:
+    workload = gpt_workload(layers=12)
+    text = render([plan_table(workload, plan_of("keep-all", workload=workload))])
+    blocks = [b for b in workload.blocks if b not in text]
+    assert len(blocks) >= 9
+    assert re.search(r"… \S+ \(12×\)", text)
+
+
+def test_memory_shows_the_share_of_the_budget() -> None:
+    plan = plan_of("swap-all")
+    limit = budget(device=plan.prediction.peak_device_bytes * 2)
+    found = {r[0]: r[1:] for r in rows(render([memory_table(plan, limit)]))}
+    assert found["device"][-1] == "50%"
+    assert found["ssd"][1] == "1.00 GiB"
+    none = replace(limit, ssd_bytes=0)
+    assert {r[0]: r[-1] for r in rows(render([memory_table(plan, none)]))}["ssd"] == ""
+    assert len(rows(render([memory_table(plan)]))[0]) == 2
+
+
+def test_memory_says_what_it_consists_of() -> None:
+    text = render(plan_parts(WORKLOAD, plan_of("swap-all"), budget()))
+    assert "state ring" in text
+    assert "residuals" in text
+
+
+def test_a_step_beside_what_was_moved() -> None:
+    plan = plan_of("swap-all")
+    moved = Counters(d2h_bytes=2**20, ssd_read_bytes=3 * 2**30)
+    found = {r[0]: r[1:] for r in rows(render([step_table(plan, moved)]))}
+    assert found["device to host"] == [short_bytes(plan.prediction.d2h_bytes), "1.00 MiB"]
+    assert found["SSD read"][1] == "3.00 GiB"
+    assert found["bound by"][0] == plan.prediction.binding
+    assert moved_text(moved) == "D2H 1.00 MiB, H2D 0 B, SSD read 3.00 GiB, written 0 B"
+
+
+def test_notes_are_printed() -> None:
+    plan = replace(plan_of("lohan"), notes=("first [bold]", "second"))
+    text = render(plan_parts(WORKLOAD, plan))
+    assert "note: first [bold]\nnote: second\n" in text
+
+
+def test_a_plan_file_alone_shows_counts() -> None:
+    plan = plan_of("lohan")
+    found = {r[0]: r[1] for r in rows(render(plan_file_parts(plan)))}
+    assert found["residuals"].startswith(f"keep {plan.count('keep')}, ")
+    assert found["residuals"].endswith(f", recompute {plan.count('recompute')}")
+    assert found["units"] == f"device 0, host 0, ssd {len(WORKLOAD.units)}"
+    assert found["fingerprint"] == plan.fingerprint
+
+
+def test_tables_fit_80_columns() -> None:
+    parts = plan_parts(WORKLOAD, plan_of("lohan"), budget(), Counters())
+    text = render([*parts, hardware_table(HW), presets_table()], width=80)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "…" not in text.replace(" … ", "")
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_presets_are_all_listed() -> None:
+    names = [row[0] for row in rows(render([presets_table()], width=140))]
+    assert names == list(HardwareProfile.preset_names())
+
+
+def test_the_model_reports_itself() -> None:
+    torch = pytest.importorskip("torch")
+    import lohan_fx
+
+    hw = small_hardware(device_kind="cpu", device_name="cpu", ssd=False)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = lohan_fx.compile(
+        model, hw=hw, optimizer=optimizer, strategy="swap-all", states="host", outputs="all"
+    )
+    try:
+        with pytest.raises(LohanError, match="there is no program yet"):
+            model.report()
+        x = torch.randn(4, 16)
+        model.lohan.prepare(x)
+        before = {r[0]: r[1:] for r in rows(model.report())}
+        assert before["device to host"][1] == "0 B"
+        model(x).sum().backward()
+        optimizer.step()
+        after = {r[0]: r[1:] for r in rows(model.report())}
+        assert after["device to host"] == [before["device to host"][0]] * 2
+        assert after["host to device"] == [before["host to device"][0]] * 2
+    finally:
+        model.lohan.close()

@@ -1,0 +1,947 @@
+"""Bad input, interrupted steps, and what must be back where it was: errors are early and clear.
+
+A test that goes on after an error compares what follows with plain PyTorch, bit by bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import logging
+import os
+import pickle
+import resource
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import lohan_fx
+import lohan_fx.compiled
+from lohan_fx.api import LohanModule
+from lohan_fx.errors import (
+    InsufficientMemoryError,
+    LohanError,
+    StepError,
+    StorageError,
+    UnsupportedOptimizerError,
+    format_bytes,
+)
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.plan import SCHEDULES
+from lohan_fx.runtime import arena, ssd
+from lohan_fx.runtime.engine import Engine
+from lohan_fx.runtime.updates import Updater
+from tests.models import make
+from tests.training import (
+    Snapshot,
+    Squeezed,
+    Training,
+    assert_identical,
+    assert_same_weights,
+    cpu_hardware,
+    eager,
+    identical,
+    one_thread,
+    remember_captures,
+    step,
+    training_of,
+)
+
+TIERS = ("device", "host", "ssd")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def single_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture
+def hw(tmp_path: Path) -> HardwareProfile:
+    return cpu_hardware(tmp_path)
+
+
+class Run(NamedTuple):
+    """A compiled model with all that a loop needs."""
+
+    name: str
+    model: LohanModule
+    inputs: dict[str, Any]
+    training: Training
+
+    def step(self, seed: int) -> Snapshot:
+        return step(self.name, self.model, self.inputs, seed, self.training.step)
+
+    def forward(self, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        found = self.model(**self.inputs)
+        return found if isinstance(found, Tensor) else found.loss
+
+
+def start(
+    name: str,
+    hw: HardwareProfile,
+    monkeypatch: pytest.MonkeyPatch | None = None,
+    *,
+    optimizer: str = "adamw",
+    **options: Any,
+) -> Run:
+    """Compile an example. With `monkeypatch`, its capture may come from an earlier test."""
+    if monkeypatch is not None:
+        remember_captures(monkeypatch, name)
+    model, inputs = make(name)
+    training = training_of(optimizer, model)
+    options = {"strategy": Squeezed("swap-all", 0.0), "states": "ssd", "swap_to": "ssd", **options}
+    made = lohan_fx.compile(model, hw=hw, optimizer=training.optimizer, **options)
+    assert isinstance(made, LohanModule)
+    return Run(name, made, inputs, training)
+
+
+def files_in(hw: HardwareProfile) -> list[Path]:
+    return [path for d in hw.ssds for path in Path(d.path).rglob("*")]
+
+
+# -- too little memory ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["swap-all", "lohan", "recompute-all", "keep-all"])
+def test_too_little_device_memory(
+    strategy: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"strategy": strategy, "states": "host", "swap_to": "host"}
+    run = start("gpt2", hw, monkeypatch, memory={"device": "20KiB"}, **options)
+    before = {k: v.clone() for k, v in run.model.state_dict().items()}
+    with pytest.raises(InsufficientMemoryError) as caught:
+        run.forward(0)
+    error = caught.value
+    assert (error.tier, error.have_bytes) == ("device", 20 * 1024)
+    lines = str(error).splitlines()
+    assert lines[0] == (
+        f"not enough device memory: need {format_bytes(error.need_bytes)}, have 20.00 KiB "
+        f"(peak at {error.where})"
+    )
+    assert lines[1] == "resident at the peak, largest first:"
+    sizes = [size for _, size in error.at_peak]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sum(sizes) <= error.need_bytes
+    for (name, size), line in zip(error.at_peak[:8], lines[2:], strict=False):
+        assert line.split(maxsplit=2) == [*format_bytes(size).split(), name]
+    assert all(identical(v, before[k]) for k, v in run.model.state_dict().items())
+    run.model.lohan.close()
+
+    # What it asks for is enough, and a byte less is not.
+    for less in (1, 0):
+        run = start(
+            "gpt2", hw, monkeypatch, memory={"device": error.need_bytes - less}, **options
+        )
+        if less:
+            with pytest.raises(InsufficientMemoryError):
+                run.forward(0)
+        else:
+            assert_identical(run.step(0), eager("gpt2", "adamw")[0])
+        run.model.lohan.close()
+
+
+@pytest.mark.parametrize(
+    ("tier", "options", "parts"),
+    [
+        ("host", {"states": "host", "swap_to": "host"}, {"units", "residuals", "gradients"}),
+        ("ssd", {"states": "ssd", "swap_to": "ssd"}, {"units", "residuals"}),
+    ],
+)
+def test_too_little_host_memory_or_ssd(
+    tier: str,
+    options: dict[str, str],
+    parts: set[str],
+    hw: HardwareProfile,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = start("gpt2", hw, monkeypatch, memory={tier: "100KiB"}, **options)
+    with pytest.raises(InsufficientMemoryError) as caught:
+        run.forward(0)
+    error = caught.value
+    assert (error.tier, error.have_bytes) == (tier, 100 * 1024)
+    assert f"not enough {tier} memory: need {format_bytes(error.need_bytes)}" in str(error)
+    assert {name for name, _ in error.at_peak} == parts
+    assert sum(size for _, size in error.at_peak) == error.need_bytes
+    assert not files_in(hw)
+    run.model.lohan.close()
+    run = start("gpt2", hw, monkeypatch, memory={tier: error.need_bytes}, **options)
+    assert_identical(run.step(0), eager("gpt2", "adamw")[0])
+    run.model.lohan.close()
+
+
+def test_less_host_memory_than_the_profile_says(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program has taken it since: found before anything is moved."""
+    monkeypatch.setattr(arena, "available_host_bytes", lambda: 4096)
+    run = start("mlp", hw, monkeypatch, states="host")
+    with pytest.raises(InsufficientMemoryError, match=r"not enough host memory: .*have 4.00 KiB"):
+        run.forward(0)
+    assert run.model.lohan.memory is None
+    monkeypatch.undo()
+    assert_identical(run.step(0), eager("mlp", "adamw")[0])
+    run.model.lohan.close()
+
+
+# -- SSD directories -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def mounted(kind: str, at: Path, *options: str) -> Iterator[None]:
+    at.mkdir(exist_ok=True)
+    command = ["mount", "-t", kind, *options, kind, str(at)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip(f"mounting {kind} is not permitted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(at)], check=True)
+
+
+def assert_refused(directory: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first forward says what is wrong with the directory, and leaves nothing behind."""
+    run = start("gpt2", cpu_hardware(directory), monkeypatch)
+    before = Resources()
+    with pytest.raises(StorageError, match=message):
+        run.forward(0)
+    assert run.model.lohan.memory is None
+    before.assert_back()
+
+
+def test_a_missing_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused(tmp_path / "gone", "gone: No such file or directory; create it", monkeypatch)
+    (tmp_path / "gone").mkdir()
+    run = start("gpt2", cpu_hardware(tmp_path / "gone"), monkeypatch)
+    assert_identical(run.step(0), eager("gpt2", "adamw")[0])
+    run.model.lohan.close()
+
+
+def test_a_file_instead_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert_refused(tmp_path / "file", "file is not a directory", monkeypatch)
+
+
+def test_a_directory_in_which_nobody_may_create(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused(Path("/sys"), "cannot use the SSD directory /sys: ", monkeypatch)
+
+
+def test_a_read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid():
+        tmp_path.chmod(0o500)
+        assert_refused(tmp_path, f"{tmp_path}: Permission denied", monkeypatch)
+        return
+    with mounted("tmpfs", tmp_path / "disk", "-o", "ro"):  # modes do not bind root
+        assert_refused(tmp_path / "disk", "disk: Read-only file system", monkeypatch)
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mounted("tmpfs", tmp_path / "disk", "-o", "size=256k"):
+        message = r"No space left.*; need .*MiB there .*have 2\d\d.\d\d KiB; free some space"
+        assert_refused(tmp_path / "disk", message, monkeypatch)
+        assert not list((tmp_path / "disk").iterdir())
+
+
+def test_a_limit_on_file_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (128 * 1024, hard))
+    try:
+        assert_refused(tmp_path, r"cannot create .*: File too large; need .*MiB", monkeypatch)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
+def train_with_one_warning(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start("gpt2", cpu_hardware(directory), monkeypatch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed, wanted in enumerate(eager("gpt2", "adamw")):
+            assert_identical(run.step(seed), wanted)
+    messages = [str(w.message) for w in caught]
+    assert [f"{directory} refuses O_DIRECT" in m for m in messages] == [True], messages
+    run.model.lohan.close()
+    assert not list(directory.iterdir())
+
+
+def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = ssd.Syscalls.open
+
+    def refuse(self: ssd.Syscalls, path: Path, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return opened(self, path, flags)
+
+    monkeypatch.setattr(ssd.Syscalls, "open", refuse)
+    train_with_one_warning(tmp_path, monkeypatch)
+
+
+def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mounted("ramfs", tmp_path / "disk"):
+        train_with_one_warning(tmp_path / "disk", monkeypatch)
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_failed_transfer_is_raised(
+    call: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An SSD that fails in the middle of a step; nothing hangs and nothing leaks."""
+    run = start("gpt2", hw, monkeypatch)
+    run.step(0)
+
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ssd.Syscalls, call, fail)
+        with pytest.raises(StorageError, match="failed on .*Input/output error"):
+            run.step(1)
+    run.model.lohan.close()
+    assert not files_in(hw)
+
+
+# -- inputs and models ---------------------------------------------------------------------------
+
+
+def test_shapes_that_change(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each shape gets its program, a bounded number is kept, one message says so."""
+    monkeypatch.setattr(lohan_fx.compiled, "MAX_PROGRAMS", 3)
+    sizes = (6, 5, 6, 4, 3, 2, 6, 5)
+    reference, batch = make("mlp")
+    plain = training_of("adamw", reference)
+    run = start("mlp", hw)
+    caplog.set_level(logging.WARNING, "lohan_fx")
+    threads = None
+    for seed, size in enumerate(sizes):
+        inputs = {k: v[:size] for k, v in batch.items()}
+        wanted = step("mlp", reference, inputs, seed, plain.step)
+        found = step("mlp", run.model, inputs, seed, run.training.step)
+        assert_identical(found, wanted)
+        assert len(run.model.lohan.programs) <= 3
+        now = (threading.active_count(), psutil.Process().num_fds())
+        threads = threads or now
+        assert now[0] == threads[0] and now[1] <= threads[1] + 1  # the file of slots grew
+    said = [r.getMessage() for r in caplog.records]
+    assert len([m for m in said if "new shape" in m and "at most 3" in m]) == len(said) == 1
+    run.model.lohan.close()
+
+
+def test_a_program_is_found_again(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = []
+    capture = lohan_fx.compiled.capture
+
+    def counted(*args: Any, **options: Any) -> Any:
+        captured.append(args)
+        return capture(*args, **options)
+
+    monkeypatch.setattr(lohan_fx.compiled, "capture", counted)
+    run = start("mlp", hw)
+    for seed, size in enumerate((6, 4, 6, 4)):
+        inputs = {k: v[:size].clone() for k, v in run.inputs.items()}
+        step("mlp", run.model, inputs, seed, run.training.step)
+    assert len(captured) == 2
+    run.model.lohan.close()
+
+
+@pytest.mark.parametrize("states", TIERS)
+def test_a_parameter_that_never_gets_a_gradient(
+    states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weight decay and momentum leave it alone, as in plain PyTorch."""
+    run = start("unused", hw, monkeypatch, optimizer="sgd", states=states)
+    idle = {k: p.clone() for k, p in run.model.named_parameters() if "idle" in k or "scale" in k}
+    assert len(idle) == 3
+    for seed, wanted in enumerate(eager("unused", "sgd")):
+        assert_identical(run.step(seed), wanted)
+    parameters = dict(run.model.named_parameters())
+    assert all(identical(parameters[k], v) and parameters[k].grad is None for k, v in idle.items())
+    run.model.lohan.close()
+
+
+def test_inputs_on_the_wrong_device(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start("mlp", hw, monkeypatch)
+    away = {**run.inputs, "x": run.inputs["x"].to("meta")}
+    with pytest.raises(LohanError, match=r"an input is on meta, the model computes on cpu: call"):
+        run.model(**away)
+    assert not run.model.lohan.programs
+    assert_identical(run.step(0), eager("mlp", "adamw")[0])
+    run.model.lohan.close()
+
+
+def test_a_model_without_data(hw: HardwareProfile) -> None:
+    model, inputs = make("mlp")
+    model.to("meta")
+    optimizer = training_of("adam", model).optimizer
+    with pytest.raises(LohanError, match=r"start\.weight is on the meta device: it has no data"):
+        lohan_fx.compile(model, hw=hw, optimizer=optimizer)(**inputs)
+
+
+@pytest.mark.parametrize("states", TIERS)
+def test_nan_passes_through(
+    states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("mlp", hw, monkeypatch, states=states)
+    reference, batch = make("mlp")
+    plain = training_of("adamw", reference)
+    for inputs in (run.inputs, batch):
+        inputs["x"][0, 0] = float("inf")
+    for seed in range(2):
+        wanted = step("mlp", reference, batch, seed, plain.step)
+        assert_identical(run.step(seed), wanted)
+    assert all(p.isnan().any() for p in run.model.parameters())
+    run.model.lohan.close()
+
+
+def test_optimizers_that_are_refused(hw: HardwareProfile) -> None:
+    class Mine(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise NotImplementedError
+
+    for make_optimizer, name in (
+        (torch.optim.LBFGS, r"torch\.optim\.lbfgs\.LBFGS"),
+        (torch.optim.Adafactor, r"Adafactor"),
+        (Mine, r"test_optimizers_that_are_refused\.<locals>\.Mine"),
+    ):
+        model, _ = make("mlp")
+        optimizer = make_optimizer(model.parameters())
+        with pytest.raises(UnsupportedOptimizerError, match=rf"{name} cannot update .*AdamW"):
+            lohan_fx.compile(model, hw=hw, optimizer=optimizer)
+        assert type(model).__name__ == "MLP" and not isinstance(model, LohanModule)
+
+
+# -- the order of calls --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_forward_after_backward_needs_a_step(
+    schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("mlp", hw, monkeypatch, schedule=schedule)
+    wanted = eager("mlp", "adamw")
+    loss = run.forward(0)
+    loss.backward()
+    with pytest.raises(StepError, match=r"optimizer\.step\(\) was not called"):
+        run.forward(1)
+    run.training.step()
+    assert_same_weights(run.model, wanted[0])
+    assert_identical(run.step(1), wanted[1])
+    run.model.lohan.close()
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_two_backwards(
+    with_optimizer: bool, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember_captures(monkeypatch, "mlp")
+    model, inputs = make("mlp")
+    training = training_of("adamw", model)
+    made = lohan_fx.compile(
+        model, hw=hw, optimizer=training.optimizer if with_optimizer else None, strategy="swap-all"
+    )
+    assert isinstance(made, LohanModule)
+    run = Run("mlp", made, inputs, training)
+    loss = run.forward(0)
+    loss.backward(retain_graph=True)
+    with pytest.raises(StepError, match="its backward ran already"):
+        loss.backward()
+    run.training.step()
+    wanted = eager("mlp", "adamw")
+    assert_same_weights(run.model, wanted[0])
+    assert_identical(run.step(1), wanted[1], gradients=not with_optimizer)
+    run.model.lohan.close()
+
+
+def test_a_forward_without_backward_is_forgotten(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss that is not used; a loss that is used too late."""
+    run = start("mlp", hw, monkeypatch)
+    wanted = eager("mlp", "adamw")
+    late = run.forward(7)
+    assert_identical(run.step(0), wanted[0])
+    with pytest.raises(StepError, match="another forward of the compiled model ran since"):
+        late.backward()
+    assert_identical(run.step(1), wanted[1])
+    run.model.lohan.close()
+
+
+def test_double_backward(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    remember_captures(monkeypatch, "leaf")
+    model, inputs = make("leaf")
+    made = lohan_fx.compile(model, hw=hw)
+    (gradient,) = torch.autograd.grad(made(**inputs), inputs["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+    assert isinstance(made, LohanModule)
+    made.lohan.close()
+
+
+def test_compile_twice_and_close(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `close` the model is the user's again, with its weights."""
+    run = start("mlp", hw, monkeypatch, optimizer="sgd")
+    with pytest.raises(LohanError, match=r"compiled already: call model\.lohan\.close\(\)"):
+        lohan_fx.compile(run.model, hw=hw)
+    wanted = eager("mlp", "adamw")
+    model, inputs = run.model, run.inputs
+    run.model.lohan.close()
+    assert not isinstance(model, LohanModule)
+    training = training_of("adamw", model)
+    assert_identical(step("mlp", model, inputs, 0, training.step), wanted[0], gradients=True)
+    made = lohan_fx.compile(model, hw=hw, optimizer=training.optimizer)
+    assert isinstance(made, LohanModule)
+    for seed in (1, 2):
+        assert_identical(step("mlp", made, inputs, seed, training.step), wanted[seed])
+    made.lohan.close()
+
+
+@pytest.mark.parametrize(
+    "copies", [copy.deepcopy, copy.copy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())]
+)
+def test_copies_of_a_compiled_model_are_refused(
+    copies: Callable[[nn.Module], object], hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("mlp", hw, monkeypatch)
+    run.step(0)
+    with pytest.raises(LohanError, match=r"a compiled MLP cannot be copied or pickled.*state_dict"):
+        copies(run.model)
+    assert_identical(run.step(1), eager("mlp", "adamw")[1])
+    run.model.lohan.close()
+    assert all(map(identical, copy.deepcopy(run.model).parameters(), run.model.parameters()))
+
+
+# -- exceptions in the middle of a step ----------------------------------------------------------
+
+
+class Boom(Exception):
+    pass
+
+
+def fail_once(patch: pytest.MonkeyPatch, cls: type, method: str, *, at: int) -> None:
+    """The `at`-th call of a method raises."""
+    original = getattr(cls, method)
+    calls = [0]
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at:
+            raise Boom
+        return original(*args, **kwargs)
+
+    patch.setattr(cls, method, wrapper)
+
+
+def assert_recovers(run: Run, patch: pytest.MonkeyPatch, hw: HardwareProfile) -> None:
+    """A step fails as `patch` says; then it and another are right; nothing has leaked."""
+    wanted = eager(run.name, "adamw")
+    assert_identical(run.step(0), wanted[0])
+    before = Resources()
+    with pytest.raises(Boom):
+        run.step(1)
+    patch.undo()
+    assert_same_weights(run.model, wanted[0])
+    assert_identical(run.step(1), wanted[1])
+    assert_identical(run.step(2), wanted[2])
+    before.assert_back()
+    run.model.lohan.close()
+    assert not files_in(hw)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize(
+    ("method", "at"), [("offload", 1), ("release", 3), ("fetch_unit", 2), ("wait_unit", 2)]
+)
+def test_an_exception_in_forward(
+    method: str,
+    at: int,
+    states: str,
+    schedule: str,
+    hw: HardwareProfile,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if states == "device" and "unit" in method:
+        states = "host"
+    run = start("gpt2", hw, monkeypatch, states=states, schedule=schedule)
+    with pytest.MonkeyPatch.context() as patch:
+        run.model.lohan.prepare(**run.inputs)
+        calls = sum(
+            i.kind == method and (i.phase == "forward" or "unit" not in method)
+            for i in run.model.lohan.program().instructions.instructions
+        )
+        total = sum(
+            i.kind == method for i in run.model.lohan.program().instructions.instructions
+        )
+        assert calls >= at
+        fail_once(patch, Engine, method, at=total + at)  # in the second step
+        assert_recovers(run, patch, hw)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize("method", ["prefetch", "wait", "recompute"])
+def test_an_exception_early_in_backward(
+    method: str,
+    states: str,
+    schedule: str,
+    hw: HardwareProfile,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the first gradient is emitted."""
+    run = start("gpt2", hw, monkeypatch, states=states, schedule=schedule)
+    run.model.lohan.prepare(**run.inputs)
+    program = run.model.lohan.program().instructions.instructions
+    total = sum(i.kind == "prefetch" for i in program)
+    with pytest.MonkeyPatch.context() as patch:
+        if method == "recompute":  # as good as any op of the user's: it fails on a value
+            fail_once(patch, Updater, "begin", at=2)
+        else:
+            fail_once(patch, Engine, method, at=total + 1)
+        assert_recovers(run, patch, hw)
+
+
+@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize("method", ["prefetch", "wait", "emit_gradients"])
+def test_an_exception_late_in_a_serial_backward(
+    method: str, states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After gradients were emitted; nothing is updated before ``optimizer.step()``."""
+    run = start("gpt2", hw, monkeypatch, states=states, schedule="serial")
+    run.model.lohan.prepare(**run.inputs)
+    program = run.model.lohan.program().instructions.instructions
+    total = sum(i.kind == method for i in program)
+    with pytest.MonkeyPatch.context() as patch:
+        fail_once(patch, Engine, method, at=2 * total)
+        assert_recovers(run, patch, hw)
+
+
+@pytest.mark.parametrize("schedule", ["naive", "optimized"])
+@pytest.mark.parametrize("states", TIERS)
+def test_an_exception_between_two_updates(
+    states: str, schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some units took the step and others cannot any more: said at once, and not trained on."""
+    run = start("gpt2", hw, monkeypatch, states=states, schedule=schedule)
+    run.model.lohan.prepare(**run.inputs)
+    program = run.model.lohan.program().instructions.instructions
+    total = sum(i.kind == "emit_gradients" for i in program)
+    assert_identical(run.step(0), eager("gpt2", "adamw")[0])
+    before = Resources()
+    with pytest.MonkeyPatch.context() as patch:
+        fail_once(patch, Engine, "emit_gradients", at=total)
+        with pytest.raises(Boom):
+            run.step(1)
+    for _ in range(2):
+        with pytest.raises(StepError, match=r"between two steps.*transformer\.h\.1.*serial"):
+            run.forward(1)
+    before.assert_back()
+    with torch.no_grad(), pytest.raises(StepError, match="between two steps"):
+        run.forward(1)
+    run.model.lohan.close()
+    assert not files_in(hw)
+
+
+@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_exception_in_an_update(
+    states: str, schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It surfaces in backward or in ``optimizer.step()``, whoever meets it first."""
+    run = start("gpt2", hw, monkeypatch, states=states, schedule=schedule)
+    assert_identical(run.step(0), eager("gpt2", "adamw")[0])
+    with pytest.MonkeyPatch.context() as patch:
+        fail_once(patch, Updater, "_step", at=2)
+        with pytest.raises(Boom):
+            run.step(1)
+    with pytest.raises(StepError, match="between two steps"):
+        run.forward(1)
+    run.model.lohan.close()
+    assert not files_in(hw)
+
+
+# -- evaluation and state ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_evaluation_between_steps(
+    name: str, states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, batch = make(name)
+    plain = training_of("adamw", reference)
+    run = start(name, hw, monkeypatch, states=states)
+
+    def evaluate(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        model.eval()
+        with torch.no_grad():
+            found = model(**inputs)
+        model.train()
+        loss: Tensor = found if isinstance(found, Tensor) else found.loss
+        return loss
+
+    for seed in range(3):
+        assert identical(evaluate(run.model, run.inputs), evaluate(reference, batch))
+        wanted = step(name, reference, batch, seed, plain.step)
+        assert_identical(run.step(seed), wanted)
+    assert not evaluate(run.model, run.inputs).requires_grad
+    assert len(run.model.lohan.programs) == 2
+    assert run.model.lohan.program().executor.captured.has_backward  # what is reported
+    run.model.lohan.close()
+
+
+def test_evaluation_between_forward_and_backward(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its transfers must not take the slots of the step; if they do, an error says so."""
+    run = start("mlp", hw, monkeypatch)
+    loss = run.forward(0)
+    with torch.no_grad():
+        run.forward(0)
+    try:
+        loss.backward()
+    except StepError as error:
+        assert "another forward of the compiled model ran since" in str(error)
+        assert_identical(run.step(0), eager("mlp", "adamw")[0])
+    else:
+        run.training.step()
+        assert_same_weights(run.model, eager("mlp", "adamw")[0])
+    run.model.lohan.close()
+
+
+def through_safetensors(model: nn.Module, path: Path) -> dict[str, Tensor]:
+    safetensors.torch.save_model(model, str(path))
+    return safetensors.torch.load_file(path)
+
+
+def through_torch(model: nn.Module, path: Path) -> dict[str, Tensor]:
+    torch.save(model.state_dict(), path)
+    loaded: dict[str, Tensor] = torch.load(path)
+    return loaded
+
+
+@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize("through", [through_safetensors, through_torch])
+def test_state_is_saved_and_loaded_between_steps(
+    through: Callable[[nn.Module, Path], dict[str, Tensor]],
+    states: str,
+    hw: HardwareProfile,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Save after each step; then load an older one into the running model, as plain PyTorch."""
+    reference, batch = make("gpt2")
+    plain = training_of("adamw", reference)
+    run = start("gpt2", hw, monkeypatch, states=states)
+    run.model.load_state_dict(reference.state_dict())  # before the first step
+    saved = []
+    for seed in range(3):
+        assert_identical(run.step(seed), step("gpt2", reference, batch, seed, plain.step))
+        path = tmp_path / f"saved-{seed}"
+        saved.append(through(run.model, path))
+        wanted = reference.state_dict()
+        assert all(identical(t, wanted[k]) for k, t in saved[-1].items())
+        own = sum(p.numel() * p.element_size() for p in reference.parameters())
+        assert path.stat().st_size < 1.2 * own + 2**16  # the parameters, not all that is kept
+    for model in (run.model, reference):
+        missing, unexpected = model.load_state_dict(saved[0], strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}  # tied
+    for seed in (3, 4):
+        assert_identical(run.step(seed), step("gpt2", reference, batch, seed, plain.step))
+    run.model.lohan.close()
+
+
+@pytest.mark.parametrize("states", TIERS)
+def test_writes_to_parameters_between_steps(
+    states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, through ``.data``, and by memory of the user's."""
+    reference, batch = make("mlp")
+    plain = training_of("adamw", reference)
+    run = start("mlp", hw, monkeypatch, states=states)
+    for seed in range(4):
+        assert_identical(run.step(seed), step("mlp", reference, batch, seed, plain.step))
+        for model in (run.model, reference):
+            start_ = model.get_submodule("start")
+            assert isinstance(start_, nn.Linear)
+            with torch.no_grad():
+                if seed == 0:
+                    start_.weight.mul_(0.5)
+                elif seed == 1:
+                    start_.bias.data = torch.full_like(start_.bias, 0.25)
+                else:
+                    start_.weight.data.add_(0.125)
+                    start_.bias[2] = 3.0
+    run.model.lohan.close()
+
+
+def test_printing(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = make("mlp")
+    run = start("mlp", hw, monkeypatch)
+    run.step(0)
+    assert repr(run.model) == repr(plain)
+    assert "Parameter containing" in repr(run.model.get_parameter("start.weight"))
+    run.model.lohan.close()
+
+
+# -- nothing stays behind ------------------------------------------------------------------------
+
+
+class Resources:
+    """Descriptors, threads, children, and mappings of files of this process."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.found = self._now()
+
+    @staticmethod
+    def _now() -> dict[str, Any]:
+        process = psutil.Process()
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return {
+            "descriptors": process.num_fds(),
+            "threads": sorted(t.name for t in threading.enumerate()),
+            "system threads": process.num_threads(),
+            "children": [c.pid for c in process.children(recursive=True)],
+            "mapped files": sum(".stripes" in line for line in maps),
+        }
+
+    def assert_back(self) -> None:
+        gc.collect()
+        assert self._now() == self.found
+
+
+def train_and_delete(hw: HardwareProfile, states: str, how: str) -> None:
+    model, inputs = make("mlp")
+    training = training_of("adamw", model)
+    made = lohan_fx.compile(
+        model, hw=hw, optimizer=training.optimizer, strategy="swap-all", states=states, swap_to="ssd"
+    )
+    loss = made(**inputs)
+    if how == "after a forward":
+        return
+    if how == "after an error":
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Boom):
+            fail_once(patch, Engine, "emit_gradients", at=2)
+            loss.backward()
+        return
+    loss.backward()
+    if how == "after a backward":
+        return
+    training.step()
+    if how == "after evaluation":
+        with torch.no_grad():
+            made.eval()(**inputs)
+    if how == "after close":
+        assert isinstance(made, LohanModule)
+        made.lohan.close()
+        made.lohan.close() if isinstance(made, LohanModule) else None
+
+
+@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "after a step",
+        "after a forward",
+        "after a backward",
+        "after an error",
+        "after evaluation",
+        "after close",
+    ],
+)
+def test_a_deleted_model_leaves_nothing(states: str, how: str, hw: HardwareProfile) -> None:
+    train_and_delete(hw, "ssd", "after a step")  # what PyTorch starts once and keeps
+    before = Resources()
+    train_and_delete(hw, states, how)
+    before.assert_back()
+    assert not files_in(hw)
+
+
+def test_a_refused_model_leaves_nothing(hw: HardwareProfile) -> None:
+    train_and_delete(hw, "ssd", "after a step")
+    before = Resources()
+
+    def refused() -> None:
+        model, inputs = make("mlp")
+        optimizer = training_of("adam", model).optimizer
+        for memory in ({"device": 100}, {"host": 100}, {"ssd": 100}):
+            made = lohan_fx.compile(
+                model, hw=hw, optimizer=optimizer, memory=memory, states="ssd", swap_to="ssd"
+            )
+            with pytest.raises(InsufficientMemoryError):
+                made(**inputs)
+            assert isinstance(made, LohanModule)
+            made.lohan.close()
+
+    refused()
+    before.assert_back()
+    assert not files_in(hw)
+
+
+def test_parameters_outlive_the_model(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever holds a parameter may read it; its memory goes with it."""
+    for states in TIERS:
+        run = start("mlp", hw, monkeypatch, states=states)
+        run.step(0)
+        held = dict(run.model.named_parameters())
+        state = run.model.state_dict()
+        del run
+        gc.collect()
+        wanted = eager("mlp", "adamw")[0].tensors
+        assert all(identical(p, wanted[k]) for k, p in held.items())
+        assert all(identical(t, wanted[k]) for k, t in state.items())
+        assert not files_in(hw)
+
+
+def test_backward_after_the_model_is_gone(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("mlp", hw, monkeypatch)
+    loss = run.forward(0)
+    del run
+    gc.collect()
+    with pytest.raises(StepError, match="closed|deleted"):
+        loss.backward()
+
+
+def test_a_process_that_ends_without_closing(tmp_path: Path) -> None:
+    """It ends by itself, without noise, and its files are gone."""
+    code = f"""
+import pathlib, torch, lohan_fx
+from tests.models import make
+from tests.training import cpu_hardware, training_of
+model, inputs = make("mlp")
+training = training_of("adamw", model)
+hw = cpu_hardware(pathlib.Path({str(tmp_path)!r}))
+model = lohan_fx.compile(model, hw=hw, optimizer=training.optimizer, states="ssd", swap_to="ssd")
+model(**inputs).backward()
+assert list(pathlib.Path({str(tmp_path)!r}).iterdir())
+print("here")
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "here\n", "")
+    assert not list(tmp_path.iterdir())
