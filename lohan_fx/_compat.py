@@ -191,6 +191,9 @@ def dynamo_capture(
     gm._parameters, gm._buffers = module._parameters, module._buffers
     codegen: Any = gm.graph._codegen
     flatten, unflatten = codegen.dynamo_bytecode_flatten, codegen.dynamo_bytecode_unflatten
+    # Dynamo leaves what it traced, and so the module, in the globals of the module's source file.
+    traced = unflatten.out
+    traced.graph_capture_output.f_globals.pop(traced.backend_input.backend_id, None)
     for function in (flatten, unflatten):  # torch 2.11 forgets that globals fall back to builtins
         function.f_globals = {**vars(builtins), **function.f_globals}
     inputs = flatten(*args, *kwargs.values())

@@ -444,7 +444,11 @@ def _op(
 ) -> tuple[Op, list[Value]]:
     results = _results(node, device)
     # what is not on the device stays where it is: it is never swapped, nor made again
-    elsewhere = {name for name, t in _made(node).items() if t.device.type != device.type}
+    elsewhere = {
+        name
+        for name, t in _made(node).items()
+        if t.device.type != device.type or _is_generator_state(node, t)
+    }
     read = {n.meta["root"] for n in node.all_input_nodes if "root" in n.meta}
     for source in node.all_input_nodes:  # a tuple argument: all of its tensors
         if "root" not in source.meta:
@@ -486,6 +490,11 @@ def _op(
         for name, size in results
     ]
     return op, made
+
+
+def _is_generator_state(node: fx.Node, result: torch.Tensor) -> bool:
+    """Seed and offset that fused attention returns: traced as device tensors, made on the host."""
+    return is_random(node) and storage_bytes(result) <= 16 and not result.is_floating_point()
 
 
 def _made(node: fx.Node) -> dict[str, torch.Tensor]:

@@ -67,7 +67,8 @@ def demand_bound(hw: HardwareProfile, d: Demand, schedule: Schedule) -> Bound:
         + direct_s,
         "d2h": outgoing / hw.d2h_bytes_per_s,
         "h2d": incoming / hw.h2d_bytes_per_s,
-        "link": (incoming + outgoing) / hw.duplex_bytes_per_s,
+        "link": (incoming + outgoing)
+        / max(hw.duplex_bytes_per_s, hw.h2d_bytes_per_s, hw.d2h_bytes_per_s),
         "ssd": _ssd_s(hw, read, d.swapped_ssd_bytes),
     }
     if schedule == "serial":

@@ -566,8 +566,9 @@ class CompiledModel:
 
     def close(self) -> None:
         """Join all threads, give all memory back, remove all files."""
-        for program in self.programs.values():
-            program.executor.abort()
+        if self._closer is not None and self._closer.alive:  # else the model's end closed it
+            for program in self.programs.values():
+                program.executor.abort()
         self.programs.clear()
         self.latest = None
         if self._hook is not None:

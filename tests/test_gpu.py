@@ -44,6 +44,17 @@ def deterministic() -> Iterator[None]:
     torch.backends.cudnn.deterministic = False
 
 
+def make_model(name: str) -> nn.Module:
+    """Transformers' attention with written-out kernels: its fused one takes another kernel, which
+    drops other elements, when it is traced (it then makes the mask explicit)."""
+    model, _ = make(name)
+    config = getattr(model, "config", None)
+    if config is not None:
+        config.use_cache = False
+        model.set_attn_implementation("eager")
+    return model
+
+
 def on_gpu(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
@@ -69,7 +80,7 @@ _eager: dict[tuple[str, str], list[Snapshot]] = {}
 
 def eager(name: str, optimizer: str) -> list[Snapshot]:
     if (name, optimizer) not in _eager:
-        model, _ = make(name)
+        model = make_model(name)
         _eager[name, optimizer] = train(name, model.cuda(), optimizer)
     return _eager[name, optimizer]
 
@@ -84,7 +95,8 @@ def check(
     """
     optimizer = "sgd"
     wanted = eager(name, optimizer)
-    model, inputs = make(name)
+    model = make_model(name)
+    _, inputs = make(name)
     training = training_of(optimizer, model)
     made = lohan_fx.compile(
         model,
@@ -101,7 +113,8 @@ def check(
     for seed in range(NUM_STEPS):
         before = made.lohan.counters
         found = host_copies(step(name, made, inputs, seed, training.step))
-        compare(found, wanted[seed], exact=states == "device")
+        # cuDNN's training batch norm is another kernel than the functional one of the graph
+        compare(found, wanted[seed], exact=states == "device" and name != "resnet")
         moved = made.lohan.counters.minus(before)
         planned = made.plan.prediction
         assert moved.d2h_bytes == planned.d2h_bytes

@@ -401,14 +401,19 @@ class _Search:
         higher rung's plan fits it: the program has the same optimum there.
         """
         used: list[tuple[MemoryBudget, MemoryBudget]] = []
+        failed: list[MemoryBudget] = []
         for rung in self.rungs():
-            if len(used) >= self.effort.ladder or self.done:
+            if len(used) + len(failed) >= self.effort.ladder or self.done:
                 return
             if any(_within(rung, above) and _within(need, rung) for above, need in used):
+                continue
+            if any(_within(rung, above) for above in failed):
                 continue
             need = self.try_budget(rung, min(self.reserve_bytes, rung.device_bytes // 8), rung)
             if need is not None:
                 used.append((rung, need))
+            else:
+                failed.append(rung)
 
     def rungs(self) -> Iterator[MemoryBudget]:
         """Rungs of all tiers, device memory descending; those that cannot gain are left out."""

@@ -1,0 +1,343 @@
+"""A plan together with all that it was made from: workload, machine, budget; simulated on demand.
+
+`lohan_fx.plan` makes a `Planned`. `save` writes a plan file that `Plan.load` and `lohan-fx report`
+read too; with what it holds besides, `Planned.load` brings everything back without torch, so that
+a plan can be simulated again, on another machine if need be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Table
+
+from lohan_fx.bounds import Bound, step_bound
+from lohan_fx.errors import LohanError, PlanError
+from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.plan import Plan
+from lohan_fx.program import Program, lower
+from lohan_fx.report import footprint_parts, memory_table, plan_table, render, short_bytes
+from lohan_fx.simulate import Simulation, simulate
+from lohan_fx.timeline import PHASES, save_trace
+from lohan_fx.workload import Op, Unit, Value, Workload
+
+SearchKind = Literal["max-batch", "max-model"]
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One batch size or model that a search tried; `reason` says why it does not fit."""
+
+    label: str
+    fits: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """How the largest batch or model was found.
+
+    Attributes:
+        kind: "max-batch" or "max-model".
+        found: what fits, ``batch 96`` or ``gpt-175b``.
+        trials: in the order in which they were tried.
+        limit: what binds: the first line of the error of the next larger one; or that nothing
+            larger was tried.
+    """
+
+    kind: SearchKind
+    found: str
+    trials: tuple[Trial, ...]
+    limit: str
+
+    def table(self) -> Table:
+        """Every trial, from small to large."""
+        table = Table(title=f"{self.kind}: {self.found}", title_justify="left", title_style="bold")
+        table.add_column("tried", no_wrap=True)
+        table.add_column("fits")
+        table.add_column("why not")
+        for trial in self.trials:
+            table.add_row(trial.label, "yes" if trial.fits else "no", trial.reason)
+        return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan and what explains it. Seconds, bytes, FLOPs.
+
+    Attributes:
+        model: the model's name.
+        workload: the step; `Op.seconds` are for `hw`.
+        budget: the memory that the plan may use.
+        batch: samples of one step, if known.
+        num_items: what throughput counts in one step, `items` of them: tokens, images, samples.
+        compute_dtype: name of the dtype of matmuls, ``bfloat16``.
+        traced: how the workload was made: in full, or by replication, and why.
+        search: how `batch` or `model` was found, if it was searched for.
+        source: makes workloads of other batch sizes; None if the plan was loaded from a file.
+    """
+
+    model: str
+    workload: Workload
+    plan: Plan
+    hw: HardwareProfile
+    budget: MemoryBudget
+    batch: int | None = None
+    num_items: int = 0
+    items: str = "samples"
+    compute_dtype: str = "float32"
+    traced: str = ""
+    search: Search | None = None
+    source: Any = field(default=None, repr=False, compare=False)
+
+    # -- what it does -----------------------------------------------------------------------
+
+    @cached_property
+    def program(self) -> Program:
+        """The instructions of the step."""
+        return lower(self.workload, self.plan)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """One simulated step on `hw`.
+
+        Raises:
+            HardwareError: the plan uses the SSD tier, and the profile has no SSDs.
+        """
+        return simulate(self.workload, self.plan, self.hw, program=self.program)
+
+    @cached_property
+    def bound(self) -> Bound:
+        """What the busiest resource needs: no order of the same work is faster."""
+        return step_bound(self.workload, self.plan, self.hw, program=self.program)
+
+    @property
+    def step_s(self) -> float:
+        """Simulated seconds of one step, optimizer included."""
+        return self.simulation.step_s
+
+    @property
+    def gap(self) -> float:
+        """How much longer the simulated step is than the bound: 0.02 is 2%."""
+        return self.step_s / self.bound.seconds - 1 if self.bound.seconds else 0.0
+
+    @property
+    def items_per_s(self) -> float:
+        """Throughput in `items`."""
+        return self.num_items / self.step_s if self.step_s else 0.0
+
+    @property
+    def flops_per_s(self) -> float:
+        """FLOPs of forward and backward, without recomputation, over the step."""
+        done = self.workload.forward_flops + self.workload.backward_flops
+        return done / self.step_s if self.step_s else 0.0
+
+    @property
+    def ideal_s(self) -> float:
+        """Device seconds of forward and backward alone, with nothing recomputed or moved."""
+        return sum(op.seconds for op in self.workload.ops)
+
+    def on(self, hw: HardwareProfile) -> Planned:
+        """The same plan on another machine; op seconds are made anew by the roofline."""
+        if hw == self.hw:
+            return self
+        workload = retimed(self.workload, hw, self.compute_dtype)
+        return replace(self, hw=hw, workload=workload)
+
+    # -- output -----------------------------------------------------------------------------
+
+    def parts(self) -> list[Table | str]:
+        """Tables and notes, ready to print with rich."""
+        found: list[Table | str] = [self.search.table()] if self.search is not None else []
+        if self.search is not None:
+            found.append(f"limit: {self.search.limit}")
+        found.append(step_table([self]))
+        parts = footprint_parts(self.workload, self.plan)
+        found += [plan_table(self.workload, self.plan), memory_table(self.plan, self.budget, parts)]
+        found += [f"note: {note}" for note in self.plan.notes]
+        found += [f"traced: {self.traced}"] if self.traced else []
+        return found
+
+    def report(self) -> str:
+        """The same as plain text."""
+        return render(self.parts())
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def trace(self, path: str | Path) -> None:
+        """Write the simulated timeline for Perfetto."""
+        save_trace(path, self.simulation.timeline)
+
+    def save(self, path: str | Path) -> None:
+        """Write a plan file, with workload, machine and budget in it."""
+        data = {**self.plan.to_dict(), "planned": self._made_from()}
+        Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
+
+    def _made_from(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT_VERSION,
+            "model": self.model,
+            "batch": self.batch,
+            "num_items": self.num_items,
+            "items": self.items,
+            "compute_dtype": self.compute_dtype,
+            "traced": self.traced,
+            "hardware": self.hw.to_dict(),
+            "budget": dataclasses.asdict(self.budget),
+            "workload": workload_to_dict(self.workload),
+        }
+
+    @classmethod
+    def load(cls, path: str | Path) -> Planned:
+        """Read what `save` wrote.
+
+        Raises:
+            PlanError: the file is something else: a plan alone has no workload to simulate.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise PlanError(f"{path} is no JSON file: {error}") from error
+        made = data.get("planned") if isinstance(data, Mapping) else None
+        if not isinstance(made, Mapping) or made.get("format") != FORMAT_VERSION:
+            raise PlanError(
+                f"{path} holds no workload: `lohan-fx plan --out` and Planned.save write files "
+                "that can be simulated (Plan.save writes the decisions alone)"
+            )
+        try:
+            return cls(
+                plan=Plan.from_dict(data),
+                workload=workload_from_dict(made["workload"]),
+                hw=HardwareProfile.from_dict(made["hardware"]),
+                budget=MemoryBudget(**made["budget"]),
+                **{
+                    key: made[key]
+                    for key in ("model", "batch", "num_items", "items", "compute_dtype", "traced")
+                },
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"{path} is incomplete ({error!r}): save it again") from error
+
+
+# -- tables ----------------------------------------------------------------------------------
+
+
+def seconds_text(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def step_table(planned: Sequence[Planned]) -> Table:
+    """One column a plan: size, simulated time by phase, throughput, bound, traffic."""
+    table = Table(title="one step, simulated", title_justify="left", title_style="bold")
+    table.add_column("")
+    for p in planned:
+        table.add_column(f"{p.model}, {p.plan.strategy}", justify="right")
+    rows: list[tuple[str, Callable[[Planned], str]]] = [
+        ("machine", lambda p: p.hw.name),
+        ("parameters", lambda p: f"{p.workload.num_params / 1e9:,.2f} billion"),
+        ("batch", lambda p: _batch_text(p)),
+        ("time", lambda p: seconds_text(p.step_s)),
+        *((f"  {phase}", _phase_text(phase)) for phase in PHASES),
+        ("  device waits for transfers", lambda p: seconds_text(p.simulation.exposed_transfer_s)),
+        ("busiest resource alone", lambda p: f"{seconds_text(p.bound.seconds)} ({p.bound.resource})"),
+        ("gap to it", lambda p: f"{p.gap:.1%}"),
+        ("throughput", lambda p: f"{p.items_per_s:,.3g} {p.items}/s"),
+        ("model FLOPs", lambda p: f"{p.flops_per_s / 1e12:,.1f} TFLOPS"),
+        ("recomputed", lambda p: f"{p.plan.prediction.recompute_flops / 1e12:,.1f} TFLOP"),
+        ("device to host", lambda p: short_bytes(p.simulation.traffic.d2h_bytes)),
+        ("host to device", lambda p: short_bytes(p.simulation.traffic.h2d_bytes)),
+        ("SSD read", lambda p: short_bytes(p.simulation.traffic.ssd_read_bytes)),
+        ("SSD written", lambda p: short_bytes(p.simulation.traffic.ssd_write_bytes)),
+    ]
+    for what, cell in rows:
+        table.add_row(what, *(cell(p) for p in planned))
+    return table
+
+
+def _batch_text(p: Planned) -> str:
+    items = f"{p.num_items:,} {p.items}"
+    return items if p.batch is None else f"{p.batch:,} ({items})"
+
+
+def _phase_text(phase: str) -> Callable[[Planned], str]:
+    def text(p: Planned) -> str:
+        seconds: float = getattr(p.simulation, f"{phase}_s")
+        lane = p.simulation.binding.get(phase)  # type: ignore[call-overload]
+        return seconds_text(seconds) + (f" ({lane})" if lane and seconds else "")
+
+    return text
+
+
+# -- other machines --------------------------------------------------------------------------
+
+
+def retimed(workload: Workload, hw: HardwareProfile, dtype: str) -> Workload:
+    """The workload with another machine's roofline: max(FLOPs / rate, bytes / bandwidth).
+
+    Args:
+        dtype: name of the dtype whose matmul rate counts for every op.
+    """
+    rate = hw.flops_per_s(dtype)
+    return workload.timed(
+        {
+            op.name: max(
+                op.flops / rate, (op.bytes_read + op.bytes_written) / hw.device_bytes_per_s
+            )
+            for op in workload.ops
+        }
+    )
+
+
+# -- workloads as JSON -----------------------------------------------------------------------
+
+_OP = tuple(f.name for f in dataclasses.fields(Op))
+_VALUE = tuple(f.name for f in dataclasses.fields(Value))
+_UNIT = tuple(f.name for f in dataclasses.fields(Unit))
+
+
+def workload_to_dict(workload: Workload) -> dict[str, Any]:
+    """Rows without field names: a deep model has thousands."""
+    return {
+        "name": workload.name,
+        "num_tokens": workload.num_tokens,
+        "op_fields": _OP,
+        "ops": [[getattr(x, f) for f in _OP] for x in workload.ops],
+        "value_fields": _VALUE,
+        "values": [[getattr(x, f) for f in _VALUE] for x in workload.values.values()],
+        "unit_fields": _UNIT,
+        "units": [[getattr(x, f) for f in _UNIT] for x in workload.units],
+    }
+
+
+def workload_from_dict(data: Mapping[str, Any]) -> Workload:
+    """The inverse of `workload_to_dict`.
+
+    Raises:
+        LohanError: the rows have other fields than this version of lohan_fx.
+    """
+    for key, fields in (("op_fields", _OP), ("value_fields", _VALUE), ("unit_fields", _UNIT)):
+        if tuple(data[key]) != fields:
+            raise LohanError(f"{key} of the workload are not this version's: plan it again")
+
+    def row(fields: Sequence[str], cells: Sequence[Any]) -> dict[str, Any]:
+        return {
+            f: tuple(c) if isinstance(c, list) else c for f, c in zip(fields, cells, strict=True)
+        }
+
+    values = [Value(**row(_VALUE, cells)) for cells in data["values"]]
+    return Workload(
+        name=data["name"],
+        ops=tuple(Op(**row(_OP, cells)) for cells in data["ops"]),
+        values={v.name: v for v in values},
+        units=tuple(Unit(**row(_UNIT, cells)) for cells in data["units"]),
+        num_tokens=data["num_tokens"],
+    )

@@ -1,0 +1,611 @@
+"""`plan`: plan and simulate a model that is not there, for a machine that is not there either.
+
+The model is traced with fake tensors on the CPU, in the compute dtype: attention without a mask
+becomes PyTorch's fused kernel for CPUs, which saves what the GPU's flash attention saves (its
+output and the logarithms of its sums). Where blocks repeat, only few of them are traced
+(`replicate`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from lohan_fx.annotate import StateLayout, UnitLayout, annotate, unit_layouts
+from lohan_fx.capture import Outputs, capture
+from lohan_fx.depth import Repetition, cut, repetitions
+from lohan_fx.errors import CaptureError, InsufficientMemoryError, LohanError
+from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.models import NamedModel, family_of, named
+from lohan_fx.plan import SCHEDULES, Schedule
+from lohan_fx.planned import Planned, Search, SearchKind, Trial
+from lohan_fx.planners import Planner, PlannerOptions, get, make_plan
+from lohan_fx.replicate import NotRepeatedError, extrapolate
+from lohan_fx.runtime.optimizer import SUPPORTED, UnitOptimizer, check_supported
+from lohan_fx.workload import Workload
+
+Inputs = Mapping[str, Any] | Sequence[Any] | Tensor | Callable[[int], Any]
+"""Example inputs: keyword arguments, positional ones, one tensor, or batch size → one of these."""
+
+Optimizer = str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None
+
+DEFAULT_STRATEGY = "lohan"
+
+MAX_BATCH = 2**20
+"""Where a search for the largest batch gives up."""
+
+_DEPTHS = (2, 3)
+"""Periods of the shallower of two traces; the second one if the first does not settle it."""
+
+
+def plan(
+    model: str | NamedModel | nn.Module | Callable[[], Any],
+    inputs: Inputs | None = None,
+    *,
+    hw: HardwareProfile | str,
+    batch: int | None = None,
+    sequence: int | None = None,
+    optimizer: Optimizer = "adamw",
+    strategy: str | Planner = DEFAULT_STRATEGY,
+    memory: Mapping[str, int | str] | None = None,
+    dtype: torch.dtype | None | Literal["auto"] = "auto",
+    outputs: Outputs = "auto",
+    states: Literal["auto", "device", "host", "ssd"] = "auto",
+    swap_to: Literal["auto", "host", "ssd"] = "auto",
+    schedule: Schedule | Literal["auto"] = "auto",
+    full_trace: bool = False,
+    search: SearchKind | None = None,
+) -> Planned:
+    """Plan one training step and simulate it, without weights or accelerator.
+
+    Args:
+        model: a name (`lohan_fx.models.names()`: the papers' GPTs and DiTs), a module (build it
+            under ``torch.device("meta")``), a function that builds one, or a configuration of
+            Hugging Face transformers.
+        inputs: example inputs of forward; meta tensors will do. A function of the batch size
+            makes them for any batch. Not needed for named models and transformers.
+        hw: a profile, the name of a preset, or a file.
+        batch: samples of one step. With tensors as `inputs`, their first dimension is set to it.
+        sequence: tokens of a sample, for named models and transformers.
+        optimizer: a name, class or instance of torch.optim, for the size of its states; None
+            leaves the optimizer out.
+        strategy, memory, dtype, outputs, states, swap_to, schedule: as for `lohan_fx.compile`;
+            schedule "auto" is the strategy's own.
+        full_trace: trace every block, however many are equal.
+        search: "max-batch" finds the largest batch that fits, starting at `batch`; "max-model"
+            the largest model of the named model's family.
+
+    Raises:
+        InsufficientMemoryError: no plan of the strategy fits the budget.
+        CaptureError, HardwareError, PlanError, LohanError: see their messages.
+    """
+    if search not in (None, "max-batch", "max-model"):
+        raise LohanError(f"search={search!r}: use 'max-batch' or 'max-model'")
+    if schedule not in ("auto", *SCHEDULES):
+        raise LohanError(f"schedule {schedule!r} is none of auto, {', '.join(SCHEDULES)}")
+    get(strategy)
+    hw = hardware(hw)
+    planner = _Planning(
+        inputs=inputs,
+        hw=hw,
+        budget=MemoryBudget.from_request(hw, memory),
+        sequence=sequence,
+        optimizer=optimizer,
+        strategy=strategy,
+        dtype=dtype,
+        outputs=outputs,
+        options=PlannerOptions(states=states, swap_to=swap_to, schedule=schedule),
+        full_trace=full_trace,
+    )
+    if search == "max-model":
+        return planner.largest_model(model, batch)
+    tracer = planner.tracer(model)
+    if search == "max-batch":
+        return planner.largest_batch(tracer, batch)
+    return planner.plan(tracer, batch)
+
+
+def hardware(hw: HardwareProfile | str) -> HardwareProfile:
+    """A profile as it is, a preset by name, or a profile from a JSON file.
+
+    Raises:
+        HardwareError: there is no such preset or file.
+    """
+    if isinstance(hw, HardwareProfile):
+        return hw
+    return HardwareProfile.load(hw) if hw.endswith(".json") else HardwareProfile.preset(hw)
+
+
+# -- the model -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A workload, and what was counted while making it."""
+
+    workload: Workload
+    batch: int | None
+    num_items: int
+    items: str
+    how: str
+
+
+@dataclass(kw_only=True)
+class Tracer:
+    """Makes workloads of one model, for any batch size.
+
+    Attributes:
+        inputs: batch size (None: as given) → (args, kwargs).
+        states: what training keeps for each parameter.
+        trained: names of the parameters that the optimizer updates.
+        items: what throughput counts; None finds out from the inputs.
+    """
+
+    name: str
+    model: nn.Module
+    inputs: Callable[[int | None], tuple[tuple[Any, ...], dict[str, Any]]]
+    hw: HardwareProfile
+    states: StateLayout
+    trained: bool
+    outputs: Outputs = "auto"
+    items: str | None = None
+    full_trace: bool = False
+    _found: dict[int | None, Traced] = field(default_factory=dict)
+
+    def workload(self, batch: int | None = None) -> Traced:
+        """The workload of one step; made once a batch size.
+
+        Raises:
+            CaptureError: the model cannot be traced.
+        """
+        if batch not in self._found:
+            self._found[batch] = self._trace(batch)
+        return self._found[batch]
+
+    def _trace(self, batch: int | None) -> Traced:
+        if batch is not None and batch < 1:
+            raise LohanError(f"batch={batch}: a batch has at least one sample")
+        args, kwargs = self.inputs(batch)
+        workload, how = self._replicated(args, kwargs)
+        size, count, items = _count(args, kwargs)
+        if self.items is not None and items == "samples":
+            items = self.items
+        return Traced(
+            workload=workload,
+            batch=batch if batch is not None else size,
+            num_items=count,
+            items=items,
+            how=how,
+        )
+
+    def _replicated(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Workload, str]:
+        if self.full_trace:
+            return self._full(args, kwargs), "in full, as asked for"
+        chosen = _worth_cutting(repetitions(self.model))
+        if not chosen:
+            return self._full(args, kwargs), "in full: too few blocks repeat to leave any out"
+        reason = ""
+        for depth in _DEPTHS:
+            try:
+                found = self._deep(chosen, depth, args, kwargs)
+            except (NotRepeatedError, CaptureError) as error:
+                reason = str(error).splitlines()[0]
+                if isinstance(error, CaptureError):
+                    break
+                continue
+            names = " and ".join(r.path or "the model" for r in chosen)
+            blocks = " and ".join(str(r.num_blocks) for r in chosen)
+            few = " and ".join(f"{r.blocks_at(depth)}, {r.blocks_at(depth + 1)}" for r in chosen)
+            return found, f"{few} of the {blocks} blocks of {names}; the others are replicas"
+        return self._full(args, kwargs), f"in full: blocks could not be replicated ({reason})"
+
+    def _deep(
+        self,
+        chosen: Sequence[Repetition],
+        depth: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Workload:
+        """One container after another: depth, depth + 1 → all, for every depth of the others."""
+
+        @functools.cache
+        def traced(*counts: int) -> Workload:
+            with cut(self.model, dict(zip(chosen, counts, strict=True))):
+                return self._full(args, kwargs)
+
+        def deep(counts: tuple[int, ...]) -> Workload:
+            k = len(counts)
+            if k == len(chosen):
+                return traced(*counts)
+            small, large = (deep((*counts, n)) for n in (depth, depth + 1))
+            return extrapolate(small, large, chosen[k].count - depth - 1)
+
+        return deep(())
+
+    def _full(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Workload:
+        """Trace the model as it is now."""
+        gpu = self.hw.device_kind != "cpu"
+        with _fused_attention() if gpu else contextlib.nullcontext():
+            captured = capture(
+                self.model,
+                args,
+                kwargs,
+                dtype=self.states.compute_dtype,
+                outputs=self.outputs,
+            )
+        layouts = self.layouts()
+        workload = annotate(captured, self.model, layouts, self.states, self.hw)
+        if gpu:  # what CPU kernels take inside says nothing about others
+            ops = tuple(replace(op, scratch_bytes=0) for op in workload.ops)
+            workload = replace(workload, ops=ops)
+        return workload
+
+    def layouts(self) -> tuple[UnitLayout, ...]:
+        """The flat layouts of the model as it is now."""
+        trained = [n for n, p in self.model.named_parameters() if p.requires_grad and self.trained]
+        return unit_layouts(self.model, trained, self.states)
+
+
+def _worth_cutting(found: Sequence[Repetition]) -> tuple[Repetition, ...]:
+    """The repetitions whose replication traces the fewest blocks; none if that saves nothing."""
+    found = sorted(found, key=lambda r: r.num_blocks - r.blocks_at(3), reverse=True)
+    whole = sum(r.num_blocks for r in found)
+    best: tuple[Repetition, ...] = ()
+    least = whole
+    for k in range(1, len(found) + 1):
+        chosen, rest = found[:k], found[k:]
+        few = sum(
+            sum(r.blocks_at(n) for r, n in zip(chosen, counts, strict=True))
+            for counts in itertools.product((2, 3), repeat=k)
+        )
+        cost = few + 2**k * sum(r.num_blocks for r in rest)
+        if cost < least:
+            best, least = tuple(chosen), cost
+    return best
+
+
+@contextlib.contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Trace attention without its dropout: with it, CPUs have no fused kernel, and the graph
+    would hold the attention matrix, which no GPU keeps."""
+    original = functional.scaled_dot_product_attention
+
+    def fused(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **more: Any,
+    ) -> Tensor:
+        return original(query, key, value, attn_mask, 0.0, is_causal, **more)
+
+    functional.scaled_dot_product_attention = fused
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
+
+
+def _count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | None, int, str]:
+    """(batch, items of one step, what they are): tokens if there are sequences of integers."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
+    if not tensors:
+        return None, 1, "steps"
+    tokens = [t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()]
+    batch = tensors[0].shape[0]
+    return (batch, max(tokens), "tokens") if tokens else (batch, batch, "samples")
+
+
+# -- what users give -------------------------------------------------------------------------
+
+
+def _split(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs → (args, kwargs)."""
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    if isinstance(given, Tensor):
+        return (given,), {}
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return tuple(given), {}
+    raise LohanError(
+        f"inputs are {type(given).__name__}: give keyword arguments as a dict, positional ones as "
+        "a tuple, one tensor, or a function of the batch size that returns one of these"
+    )
+
+
+def _inputs(given: Inputs) -> Callable[[int | None], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Example inputs → inputs of any batch size."""
+    if callable(given) and not isinstance(given, Tensor):
+        make = given
+        return lambda batch: _split(make(1 if batch is None else batch))
+    args, kwargs = _split(given)
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    sizes = {t.shape[0] if t.dim() else None for t in tensors}
+
+    def sized(batch: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if batch is None or sizes == {batch}:
+            return args, kwargs
+        if len(sizes) != 1 or None in sizes:
+            raise LohanError(
+                "batch= needs inputs whose tensors all have the batch as their first dimension, "
+                "or inputs as a function of the batch size"
+            )
+
+        def resize(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            size = (batch, *x.shape[1:])
+            return torch.empty(
+                size, dtype=x.dtype, device="meta", requires_grad=x.requires_grad
+            )
+
+        made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(resize, (args, kwargs))
+        return made
+
+    return sized
+
+
+def _is_config(model: Any) -> bool:
+    """Whether it is a configuration of Hugging Face transformers."""
+    return hasattr(model, "model_type") and hasattr(model, "to_dict")
+
+
+def _from_config(config: Any) -> nn.Module:
+    """The model of a transformers configuration, on the meta device, without a cache of keys."""
+    import transformers
+
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    names = [n for n in config.architectures or () if hasattr(transformers, n)]
+    with torch.device("meta"):
+        if names:
+            made = getattr(transformers, names[0])(config)
+        elif getattr(config, "is_encoder_decoder", False):
+            made = transformers.AutoModelForSeq2SeqLM.from_config(config)
+        else:
+            made = transformers.AutoModelForCausalLM.from_config(config)
+    assert isinstance(made, nn.Module)
+    return made.train()
+
+
+def _text_inputs(sequence: int) -> Callable[[int], dict[str, Tensor]]:
+    def make(batch: int) -> dict[str, Tensor]:
+        ids = torch.empty((batch, sequence), dtype=torch.long, device="meta")
+        return {"input_ids": ids, "labels": ids}
+
+    return make
+
+
+def num_states(optimizer: Optimizer) -> int:
+    """Optimizer tensors of parameter shape that each element has.
+
+    Raises:
+        LohanError: no optimizer of torch.optim has that name.
+        UnsupportedOptimizerError: its update is not elementwise.
+    """
+    if optimizer is None:
+        return 0
+    made = make_optimizer(optimizer, [nn.Parameter(torch.zeros(1))])
+    check_supported(made)
+    parameter = made.param_groups[0]["params"][0]
+    return len(UnitOptimizer(made, [parameter]).state_names())
+
+
+def make_optimizer(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """An optimizer by name, or by a class or function of the parameters; one that exists as it is.
+
+    Raises:
+        LohanError: no optimizer of torch.optim has that name, or the function returns none.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if isinstance(optimizer, str):
+        known = {cls.__name__.lower(): cls for cls in SUPPORTED}
+        if optimizer.lower() not in known:
+            raise LohanError(f"no optimizer {optimizer!r}: use one of {', '.join(known)}")
+        return known[optimizer.lower()](parameters)
+    made = optimizer(parameters) if callable(optimizer) else optimizer
+    if not isinstance(made, torch.optim.Optimizer):
+        raise LohanError(
+            f"optimizer= is a {type(made).__name__}: give a name, a class of torch.optim, or a "
+            "function that makes one from parameters"
+        )
+    return made
+
+
+# -- planning --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planning:
+    """What `plan` was asked for, the model and the batch aside."""
+
+    inputs: Inputs | None
+    hw: HardwareProfile
+    budget: MemoryBudget
+    sequence: int | None
+    optimizer: Optimizer
+    strategy: str | Planner
+    dtype: torch.dtype | None | Literal["auto"]
+    outputs: Outputs
+    options: PlannerOptions
+    full_trace: bool
+
+    def tracer(self, model: str | NamedModel | nn.Module | Callable[[], Any]) -> Tracer:
+        if isinstance(model, str):
+            model = named(model)
+        given: Inputs | None = self.inputs
+        items = None
+        name = ""
+        if isinstance(model, NamedModel):
+            spec, sequence = model, self.sequence
+            with torch.device("meta"):
+                module = spec.build(sequence=sequence)
+            given = given or (lambda batch: spec.inputs(batch, sequence))
+            items, name = spec.items, spec.name
+        elif isinstance(model, nn.Module):
+            module = model
+        elif _is_config(model):
+            module = _from_config(model)
+        else:
+            module, own = _built(model)
+            given = given if given is not None else own
+        if hasattr(module, "lohan"):
+            raise LohanError("the model is compiled already: plan it before compile, or read .plan")
+        if given is None and _is_config(getattr(module, "config", None)):
+            given = _text_inputs(self.sequence or 1024)
+        elif given is None:
+            raise LohanError(
+                f"inputs= is missing: {type(module).__name__} is no named model, so an example of "
+                "its inputs is needed (meta tensors will do)"
+            )
+        dtype = self.dtype
+        if dtype == "auto":
+            on_gpu = self.hw.device_kind != "cpu" and self.optimizer is not None
+            dtype = torch.bfloat16 if on_gpu else None
+        if dtype is not None and self.optimizer is None:
+            raise LohanError("dtype= needs optimizer=: without one there are no masters to update")
+        return Tracer(
+            name=name or type(module).__name__,
+            model=module,
+            inputs=_inputs(given),
+            hw=self.hw,
+            states=StateLayout(compute_dtype=dtype, num_states=num_states(self.optimizer)),
+            trained=self.optimizer is not None,
+            outputs=self.outputs,
+            items=items,
+            full_trace=self.full_trace,
+        )
+
+    def plan(self, tracer: Tracer, batch: int | None, search: Search | None = None) -> Planned:
+        traced = tracer.workload(batch)
+        made = make_plan(self.strategy, traced.workload, self.hw, self.budget, self.options)
+        return Planned(
+            model=tracer.name,
+            workload=traced.workload,
+            plan=made,
+            hw=self.hw,
+            budget=self.budget,
+            batch=traced.batch,
+            num_items=traced.num_items,
+            items=traced.items,
+            compute_dtype=_dtype_name(tracer),
+            traced=traced.how,
+            search=search,
+            source=tracer,
+        )
+
+    def largest_batch(self, tracer: Tracer, start: int | None) -> Planned:
+        """Double until it no longer fits, then halve the interval."""
+        trials: dict[int, Trial] = {}
+        plans: dict[int, Planned] = {}
+        errors: dict[int, InsufficientMemoryError] = {}
+
+        def fits(batch: int) -> bool:
+            try:
+                plans[batch] = self.plan(tracer, batch)
+            except InsufficientMemoryError as error:
+                errors[batch] = error
+            reason = _first_line(errors[batch]) if batch in errors else ""
+            trials[batch] = Trial(label=f"batch {batch}", fits=batch in plans, reason=reason)
+            return batch in plans
+
+        low, high = 0, start or 1
+        while high <= MAX_BATCH and fits(high):
+            low, high = high, 2 * high
+        if low == 0 and high == 1:
+            raise errors[1]
+        while high - low > 1 and high <= MAX_BATCH:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        if low == 0:
+            raise errors[1]
+        limit = f"nothing up to batch {low}; larger ones were not tried"
+        if high in errors:
+            limit = f"batch {high}: {_first_line(errors[high])}"
+        search = Search(
+            kind="max-batch",
+            found=f"batch {low}",
+            trials=tuple(trials[b] for b in sorted(trials)),
+            limit=limit,
+        )
+        return replace(plans[low], search=search)
+
+    def largest_model(
+        self, model: str | NamedModel | nn.Module | Callable[[], Any], batch: int | None
+    ) -> Planned:
+        """Bisect the family of a named model."""
+        if isinstance(model, NamedModel):
+            model = model.name
+        if not isinstance(model, str):
+            raise LohanError("search='max-model' goes through a family of named models: give a name")
+        ladder = family_of(model)
+        trials: dict[int, Trial] = {}
+        best: Planned | None = None
+        errors: dict[int, InsufficientMemoryError] = {}
+        low, high = -1, len(ladder)
+        while high - low > 1:
+            middle = (low + high) // 2
+            try:
+                best = self.plan(self.tracer(ladder[middle]), batch)
+                low = middle
+            except InsufficientMemoryError as error:
+                errors[middle] = error
+                high = middle
+            reason = _first_line(errors[middle]) if middle in errors else ""
+            trials[middle] = Trial(label=ladder[middle].name, fits=low == middle, reason=reason)
+        if best is None:
+            raise errors[0]
+        limit = f"nothing: {ladder[-1].name} is the largest of its family"
+        if high in errors:
+            limit = f"{ladder[high].name}: {_first_line(errors[high])}"
+        search = Search(
+            kind="max-model",
+            found=ladder[low].name,
+            trials=tuple(trials[k] for k in sorted(trials)),
+            limit=limit,
+        )
+        return replace(best, search=search)
+
+
+def _built(model: Callable[[], Any]) -> tuple[nn.Module, Inputs | None]:
+    """The result of a factory: a module, or a module and its inputs."""
+    if not callable(model):
+        raise LohanError(
+            f"model is {type(model).__name__}: give a name, a torch.nn.Module, a function that "
+            "builds one, or a transformers configuration"
+        )
+    with torch.device("meta"):
+        made = model()
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module):
+        raise LohanError(f"the model's function returned {type(module).__name__}, no torch.nn.Module")
+    return module, inputs
+
+
+def _dtype_name(tracer: Tracer) -> str:
+    dtype = tracer.states.compute_dtype
+    if dtype is None:
+        floating = (p.dtype for p in tracer.model.parameters() if p.is_floating_point())
+        dtype = next(floating, torch.float32)
+    return str(dtype).removeprefix("torch.")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

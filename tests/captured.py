@@ -1,0 +1,211 @@
+"""Captures of the tiny models, made once for all tests, and the joint graph run by hand."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lohan_fx.annotate import StateLayout, UnitLayout, annotate, unit_layouts
+from lohan_fx.capture import Captured, capture
+from lohan_fx.hardware import MemoryBudget
+from lohan_fx.passes import PassManager, Rewrite, pipeline
+from lohan_fx.passes.verify import check_invariants
+from lohan_fx.plan import Plan
+from lohan_fx.planners import Choices, PlannerOptions, finish
+from lohan_fx.workload import Workload
+from tests.models import loss_of, make
+from tests.workloads import small_hardware
+
+HW = small_hardware(device_kind="cpu", block_flops_dtype="float32")
+BUDGET = MemoryBudget(device_bytes=2**30, host_bytes=2**30, ssd_bytes=2**30)
+STATES = StateLayout(compute_dtype=None, num_states=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A captured and annotated training step."""
+
+    model: nn.Module
+    kwargs: Mapping[str, Any]
+    captured: Captured
+    layouts: tuple[UnitLayout, ...]
+    workload: Workload
+
+    def rewrite(self, plan: Plan) -> Rewrite:
+        return Rewrite(
+            captured=self.captured, workload=self.workload, plan=plan, layouts=self.layouts
+        )
+
+    def rewritten(self, plan: Plan) -> Rewrite:
+        """The plan's program, after all passes."""
+        made = self.rewrite(plan)
+        PassManager(passes=pipeline(), verify=check_invariants)(made)
+        return made
+
+    def plan(self, choices: Choices, **options: Any) -> Plan:
+        return finish(self.workload, HW, BUDGET, PlannerOptions(**options), choices, "test")
+
+
+def step_of(model: nn.Module, kwargs: Mapping[str, Any], name: str) -> Step:
+    """Capture and annotate one step; all parameters that need a gradient train."""
+    captured = capture(model, (), kwargs)
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    layouts = unit_layouts(model, trained, STATES)
+    workload = annotate(captured, model, layouts, STATES, HW, name=name)
+    return Step(model=model, kwargs=kwargs, captured=captured, layouts=layouts, workload=workload)
+
+
+@functools.cache
+def step(name: str) -> Step:
+    """The step of a model in `tests.models`."""
+    model, kwargs = make(name)
+    if hasattr(model, "config"):
+        model.config.use_cache = False  # caches are outputs that live to the step's end
+    return step_of(model, kwargs, name)
+
+
+# -- running a joint graph ---------------------------------------------------------------------
+
+
+def leaves(value: Any) -> list[Any]:
+    """What a forward returned, flattened, plain dataclasses included."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
+        value = [getattr(value, f.name) for f in dataclasses.fields(value)]
+    return [leaf for leaf in pytree.tree_leaves(value) if leaf is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one step gives: outputs, gradients and new values by name, the RNG state after it."""
+
+    outputs: list[Any]
+    gradients: dict[str, Tensor]
+    changed: dict[str, Tensor]
+    rng: Tensor
+
+
+def run_eager(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss: Callable[[Any], Tensor],
+) -> tuple[Result, Callable[[Any], list[Tensor]]]:
+    """One step of a copy of the model; also, a function that gives the tangents of its outputs."""
+    model, (args, kwargs) = copy.deepcopy((model, (args, kwargs)))
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    torch.manual_seed(7)
+    output = model(*args, **kwargs)
+    total = loss(output)
+    flat = leaves(output)
+    tensors = [t for t in flat if isinstance(t, Tensor) and t.requires_grad]
+    grads = torch.autograd.grad(total, tensors, retain_graph=True, allow_unused=True)
+    tangents = {id(t): g for t, g in zip(tensors, grads, strict=True)}
+    total.backward()
+    rng = torch.get_rng_state()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    gradients = {n: p.grad for n, p in named.items() if p.grad is not None}
+    inputs = pytree.tree_leaves((args, kwargs))
+    for i, leaf in enumerate(inputs):
+        if isinstance(leaf, Tensor) and leaf.grad is not None:
+            gradients[str(i)] = leaf.grad
+    changed = {n: b for n, b in model.named_buffers() if not torch.equal(b, before[n])}
+
+    def tangents_of(positions: Any) -> list[Tensor]:
+        return [tangents[id(flat[i])] for i in positions]
+
+    return Result(outputs=flat, gradients=gradients, changed=changed, rng=rng), tangents_of
+
+
+def run_graph(
+    captured: Captured,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tangents_of: Callable[[Any], list[Tensor]],
+) -> Result:
+    """The joint graph by itself, forward and backward in one call, from the same seed."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    flat = pytree.tree_leaves((args, kwargs))
+    marks = tuple(torch.empty(0) for _ in range(captured.num_outputs))
+    places = {id(m): i for i, m in enumerate(leaves(captured.unflatten(marks, args, dict(kwargs))))}
+    tangents = dict(
+        zip(
+            captured.differentiable,
+            tangents_of([places[id(marks[i])] for i in captured.differentiable]),
+            strict=True,
+        )
+    )
+
+    def argument(role: Any) -> Tensor:
+        if role.kind == "parameter":
+            return parameters[role.target].detach()
+        if role.kind == "buffer":
+            return buffers[role.target].clone()
+        if role.kind == "tangent":
+            return tangents[role.index]
+        return flat[role.index].detach().clone()
+
+    inputs = [argument(role) for role in captured.inputs]
+    torch.manual_seed(7)
+    with torch.no_grad():
+        results = list(zip(captured.graph(*inputs), captured.outputs, strict=True))
+    rng = torch.get_rng_state()
+
+    def named(kind: str) -> dict[str, Tensor]:
+        return {r.target or str(r.index): v for v, r in results if r.kind == kind}
+
+    outputs = named("output")
+    user = captured.unflatten(
+        tuple(outputs[str(i)] for i in range(captured.num_outputs)), args, dict(kwargs)
+    )
+    return Result(
+        outputs=leaves(user), gradients=named("gradient"), changed=named("mutation"), rng=rng
+    )
+
+
+def check_exact(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[[Any], Tensor] = lambda output: leaves(output)[0],
+    captured: Captured | None = None,
+    **options: Any,
+) -> Captured:
+    """Capture (unless given) and hold the graph's step equal to eager's, bit by bit."""
+    kwargs = kwargs or {}
+    captured = captured or capture(model, args, kwargs, **options)
+    want, tangents_of = run_eager(model, args, kwargs, loss)
+    have = run_graph(captured, model, args, kwargs, tangents_of)
+    assert len(have.outputs) == len(want.outputs)
+    for a, b in zip(have.outputs, want.outputs, strict=True):
+        assert torch.equal(a, b) if isinstance(b, Tensor) else a == b
+    tied = {captured.first_name(n) for n in want.gradients}
+    assert {captured.first_name(n) for n in have.gradients} == tied
+    for name, gradient in have.gradients.items():
+        assert torch.equal(gradient, want.gradients[name]), name
+    assert have.changed.keys() >= want.changed.keys()
+    for name, value in want.changed.items():
+        assert torch.equal(have.changed[name], value), name
+    assert torch.equal(have.rng, want.rng), "randomness drawn differs"
+    return captured
+
+
+def check_step(name: str) -> None:
+    made = step(name)
+    check_exact(
+        made.model,
+        (),
+        made.kwargs,
+        loss=lambda output: loss_of(name, output),
+        captured=made.captured,
+    )
