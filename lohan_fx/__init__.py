@@ -1,8 +1,8 @@
 """Train models far larger than GPU memory, at close to the speed as if they fitted.
 
 `compile` is the one new line in a training loop; `profile_hardware` measures the machine that
-plans are made for. Importing the package's torch-free parts (`lohan_fx.planners`,
-`lohan_fx.hardware`, …) does not import torch.
+plans are made for; `plan` and `ablate` plan and compare without a machine. Importing the
+package's torch-free parts (`lohan_fx.planners`, `lohan_fx.hardware`, …) does not import torch.
 """
 
 from __future__ import annotations
@@ -11,22 +11,38 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lohan_fx.ablation import ablate
     from lohan_fx.api import compile
     from lohan_fx.hardware import HardwareProfile, MemoryBudget
     from lohan_fx.plan import Plan
+    from lohan_fx.planning import plan
     from lohan_fx.profiling import profile_hardware
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ablate": "lohan_fx.ablation",
     "compile": "lohan_fx.api",
     "HardwareProfile": "lohan_fx.hardware",
     "MemoryBudget": "lohan_fx.hardware",
     "Plan": "lohan_fx.plan",
+    "plan": "lohan_fx.planning",
     "profile_hardware": "lohan_fx.profiling",
 }
 
-__all__ = ["HardwareProfile", "MemoryBudget", "Plan", "compile", "profile_hardware"]
+__all__ = [
+    "HardwareProfile",
+    "MemoryBudget",
+    "Plan",
+    "ablate",
+    "compile",
+    "plan",
+    "profile_hardware",
+]
+
+
+importlib.import_module("lohan_fx.plan")
+del globals()["plan"]  # the module stays importable; `lohan_fx.plan` is the function
 
 
 def __getattr__(name: str) -> Any:

@@ -49,6 +49,13 @@ class LohanModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.lohan(args, kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies and pickles: threads, files and host memory belong to one model."""
+        raise LohanError(
+            f"a compiled {type(self).__name__} cannot be copied or pickled: copy the model before "
+            "lohan_fx.compile or after model.lohan.close(), or use its state_dict()"
+        )
+
 
 def compile(
     model: M,

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,7 @@ from lohan_fx.planners import make_plan
 from lohan_fx.planners.registry import Planner, PlannerOptions
 from lohan_fx.printing import ProgramModule
 from lohan_fx.program import Program, Residency, residency
-from lohan_fx.runtime.arena import Arena, BufferRing, Layout
+from lohan_fx.runtime.arena import Arena, BufferRing, Layout, Region
 from lohan_fx.runtime.engine import Engine, Slot, SlotStore
 from lohan_fx.runtime.executor import Executor
 from lohan_fx.runtime.lanes import Counters, Lanes
@@ -83,17 +83,62 @@ class CompiledProgram:
 
 @dataclass(kw_only=True)
 class Memory:
-    """What all programs of a model share: the slab, the lanes, the SSD directory, the states."""
+    """What all programs of a model share: host memory, lanes, the SSD directory, the states.
 
+    `buffers` are what bytes pass through: staging, gradients, states under update, as
+    name → (number, bytes of all); they grow if a later program needs more.
+    """
+
+    pin: bool
     lanes: Lanes
     store: SlotStore
-    states: ModelStates
-    updater: Updater | None
-    arena: Arena | None
-    pool: IoPool | None
-    run: RunDirectory | None
-    file: StripedFile | None
-    layout: Layout
+    states: ModelStates = field(init=False)
+    updater: Updater | None = None
+    arena: Arena | None = None
+    buffers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    buffer_arena: Arena | None = None
+    regions: dict[str, Region] = field(default_factory=dict)
+    pool: IoPool | None = None
+    run: RunDirectory | None = None
+    file: StripedFile | None = None
+
+    def open_ssd(self, paths: Sequence[str]) -> tuple[RunDirectory, IoPool]:
+        """Have a directory of this run, and threads for transfers."""
+        if self.run is None or self.pool is None:
+            self.run = RunDirectory(paths)
+            self.pool = IoPool(NUM_IO_THREADS * len(paths))
+        return self.run, self.pool
+
+    def grow_buffers(self, wanted: Mapping[str, tuple[int, int]]) -> bool:
+        """Have at least the `wanted` buffers; says whether that changed any."""
+        merged = dict(self.buffers)
+        for name, (count, size) in wanted.items():
+            merged[name] = (count, max(size, merged.get(name, (0, 0))[1]))
+        if merged == self.buffers:
+            return False
+        layout = Layout()
+        regions = {name: layout.reserve(size, name) for name, (_, size) in merged.items()}
+        arena = Arena(layout.total_bytes, pin=self.pin)
+        for region in regions.values():
+            arena.register(region.offset, region.num_bytes)
+        if self.buffer_arena is not None:
+            self.buffer_arena.close()
+        self.buffer_arena, self.regions, self.buffers = arena, regions, merged
+        if "staging" in merged:
+            self.lanes.staging = self.ring("staging")
+        return True
+
+    def ring(self, name: str) -> BufferRing | None:
+        """A new ring over the buffers of that name."""
+        if name not in self.regions or self.buffer_arena is None:
+            return None
+        return BufferRing(self.buffer_arena, self.regions[name], self.buffers[name][0])
+
+    def buffer(self, name: str) -> Tensor:
+        """The one buffer of that name."""
+        assert self.buffer_arena is not None
+        region = self.regions[name]
+        return self.buffer_arena.view(region.offset, region.num_bytes)
 
     def close(self) -> None:
         """Join all threads, give all memory back, remove all files.
@@ -111,8 +156,9 @@ class Memory:
             self.pool.close()
         if self.run is not None:
             self.run.close()
-        if self.arena is not None:
-            self.arena.close()
+        for arena in (self.arena, self.buffer_arena):
+            if arena is not None:
+                arena.close()
 
 
 class CompiledModel:
@@ -130,6 +176,12 @@ class CompiledModel:
         self.latest: CompiledProgram | None = None
         self._said: set[str] = set()
         self._scratch: dict[Any, int] = {}
+        for name, p in model.named_parameters():
+            if p.is_meta:
+                raise LohanError(
+                    f"parameter {name} is on the meta device: it has no data to train. Load or "
+                    "initialize the model first"
+                )
         managed = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
         self._trained = tuple(
             name
@@ -255,10 +307,13 @@ class CompiledModel:
                 options.budget,
                 dataclasses.replace(options.planner, fixed_units=fixed),
             )
+        for program in self.programs.values():
+            program.executor.drop_pending()  # slots and buffers may move
         if self.memory is None:
             self.memory = self._allocate(workload, plan)
             self._closer = weakref.finalize(self.model, self.memory.close)
-        self._reserve_slots(workload, plan)
+        elif self._reserve(self.memory, workload, plan):
+            self._connect(self.memory, workload, plan)
         return self._rewrite(captured, workload, plan)
 
     def _with_scratch(self, workload: Workload) -> Workload:
@@ -354,144 +409,106 @@ class CompiledModel:
     # -- memory -----------------------------------------------------------------------------
 
     def _allocate(self, workload: Workload, plan: Plan) -> Memory:
-        """Lay out and allocate what all programs share, before anything is moved."""
+        """Allocate what the first program needs, before anything is moved; then move the states."""
         options = self.options
-        tiers = footprint.tiers_of(plan)
-        units = workload.units
-        pin = options.device.type == "cuda"
-        layout = Layout()
-        need = footprint.host_bytes_needed(workload, plan)
-        host_units = layout.reserve(need["units"], "units")
-        rings: dict[str, Any] = {}
-        direct = footprint.direct_gradients(plan)
-        for tier in ("host", "ssd"):
-            ring = footprint.gradient_ring(units, tiers, plan.schedule, tier, direct)
-            if ring.count:
-                rings[tier] = (layout.reserve(ring.total_bytes, f"gradients {tier}"), ring.count)
-        buffers = {}
-        for i, unit in enumerate(units):
-            if unit.trainable and tiers[unit.name] != "device":
-                if plan.schedule == "serial" or unit.name in direct:
-                    buffers[i] = layout.reserve(unit.compute_bytes, f"gradients {unit.name}")
-        states_ring = footprint.state_ring(units, tiers, plan.schedule)
-        ring_region = (
-            layout.reserve(states_ring.total_bytes, "state ring") if states_ring.count else None
+        memory = Memory(
+            pin=options.device.type == "cuda",
+            lanes=Lanes(options.device),
+            store=SlotStore(pin=options.device.type == "cuda"),
         )
-        staging = footprint.staging_of(workload, plan)
-        staging_region = layout.reserve(staging.total_bytes, "staging") if staging.count else None
-
-        arena = None
-        run = pool = file = lanes = None
-        paths = [d.path for d in options.hw.ssds]
         try:
+            layout = Layout()
+            region = layout.reserve(footprint.host_bytes_needed(workload, plan)["units"], "units")
             if layout.total_bytes:
-                arena = Arena(layout.total_bytes, pin=pin)
-            ssd_bytes = sum(footprint.ssd_bytes_needed(workload, plan).values())
-            if paths and (ssd_bytes or staging.count):
-                run = RunDirectory(paths)
-                pool = IoPool(NUM_IO_THREADS * len(paths))
-                unit_bytes = footprint.ssd_bytes_needed(workload, plan)["units"]
-                if unit_bytes:
-                    file = StripedFile(
-                        run, "states", unit_bytes, pool, stripe_bytes=footprint.STRIPE_BYTES
-                    )
-            elif ssd_bytes:
-                raise InsufficientMemoryError(
-                    "ssd", ssd_bytes, 0, where="the plan", advice="give profile_hardware(ssd=[…])"
+                memory.arena = Arena(layout.total_bytes, pin=memory.pin)
+            ssd_bytes = footprint.ssd_bytes_needed(workload, plan)["units"]
+            if ssd_bytes:
+                run, pool = memory.open_ssd(self._ssd_paths(ssd_bytes))
+                memory.file = StripedFile(
+                    run, "states", ssd_bytes, pool, stripe_bytes=footprint.STRIPE_BYTES
                 )
-            ring = None
-            if staging_region is not None:
-                assert arena is not None
-                arena.register(staging_region.offset, staging_region.num_bytes)
-                ring = BufferRing(arena, staging_region, staging.count)
-            lanes = Lanes(options.device, ring)
-            states = ModelStates(
+            self._reserve(memory, workload, plan)
+            memory.states = ModelStates(
                 self.model,
-                units,
+                workload.units,
                 self._layouts,
-                tiers,
+                footprint.tiers_of(plan),
                 self._state_layout,
                 self.optimizer,
                 options.device,
-                arena,
-                host_units,
-                file,
+                memory.arena,
+                region,
+                memory.file,
             )
-            updater = None
-            if self.optimizer is not None and self._trained:
-                gradient_rings = {}
-                for tier, (region, count) in rings.items():
-                    assert arena is not None
-                    arena.register(region.offset, region.num_bytes)
-                    gradient_rings[tier] = BufferRing(arena, region, count)
-                gradient_buffers = {}
-                for i, region in buffers.items():
-                    assert arena is not None
-                    arena.register(region.offset, region.num_bytes)
-                    gradient_buffers[i] = arena.view(region.offset, region.num_bytes)
-                updater = Updater(
-                    states,
-                    lanes,
-                    plan.schedule,
-                    self.optimizer,
-                    gradient_rings=gradient_rings,
-                    gradient_buffers=gradient_buffers,
-                    state_ring=(
-                        BufferRing(arena, ring_region, states_ring.count)
-                        if ring_region is not None and arena is not None
-                        else None
-                    ),
-                )
+            self._connect(memory, workload, plan)
         except BaseException:
-            if lanes is not None:
-                lanes.close()
-            if file is not None:
-                file.close()
-            if pool is not None:
-                pool.close()
-            if run is not None:
-                run.close()
-            if arena is not None:
-                arena.close()
+            memory.close()
             raise
-        return Memory(
-            lanes=lanes,
-            store=SlotStore(pin=pin),
-            states=states,
-            updater=updater,
-            arena=arena,
-            pool=pool,
-            run=run,
-            file=file,
-            layout=layout,
-        )
+        return memory
 
-    def _reserve_slots(self, workload: Workload, plan: Plan) -> None:
-        assert self.memory is not None
-        memory = self.memory
+    def _ssd_paths(self, need_bytes: int) -> list[str]:
+        paths = [d.path for d in self.options.hw.ssds]
+        if not paths:
+            raise InsufficientMemoryError(
+                "ssd", need_bytes, 0, where="the plan", advice="give profile_hardware(ssd=[…])"
+            )
+        return paths
+
+    def _reserve(self, memory: Memory, workload: Workload, plan: Plan) -> bool:
+        """Have the slots and buffers that a program needs; says whether buffers changed."""
         memory.store.grow_host(footprint.host_bytes_needed(workload, plan)["residuals"])
-        ssd = footprint.ssd_bytes_needed(workload, plan)["residuals"]
-        if ssd:
-            assert memory.run is not None and memory.pool is not None
-            memory.store.grow_ssd(ssd, memory.run, memory.pool)
+        ssd_bytes = footprint.ssd_bytes_needed(workload, plan)["residuals"]
+        if ssd_bytes:
+            memory.store.grow_ssd(ssd_bytes, *memory.open_ssd(self._ssd_paths(ssd_bytes)))
+        tiers = footprint.tiers_of(plan)
+        direct = footprint.direct_gradients(plan)
+        rings = {
+            f"gradients {tier}": footprint.gradient_ring(
+                workload.units, tiers, plan.schedule, tier, direct
+            )
+            for tier in ("host", "ssd")
+        }
+        rings["state ring"] = footprint.state_ring(workload.units, tiers, plan.schedule)
+        rings["staging"] = footprint.staging_of(workload, plan)
+        buffers = {name: (r.count, r.total_bytes) for name, r in rings.items() if r.count}
+        for unit in workload.units:
+            if unit.trainable and tiers[unit.name] != "device":
+                if plan.schedule == "serial" or unit.name in direct:
+                    buffers[f"gradients of {unit.name}"] = (1, unit.compute_bytes)
+        return memory.grow_buffers(buffers)
+
+    def _connect(self, memory: Memory, workload: Workload, plan: Plan) -> None:
+        """Give the updater the buffers; all programs use the new one."""
+        if self.optimizer is None or not self._trained:
+            return
+        if memory.updater is not None:
+            memory.updater.close()
+        rings = {tier: memory.ring(f"gradients {tier}") for tier in ("host", "ssd")}
+        own = {i: f"gradients of {unit.name}" for i, unit in enumerate(workload.units)}
+        memory.updater = Updater(
+            memory.states,
+            memory.lanes,
+            plan.schedule,
+            self.optimizer,
+            gradient_rings={tier: ring for tier, ring in rings.items() if ring is not None},
+            gradient_buffers={i: memory.buffer(n) for i, n in own.items() if n in memory.regions},
+            state_ring=memory.ring("state ring"),
+        )
+        for program in self.programs.values():
+            program.executor.engine.updater = memory.updater
 
     # -- running ----------------------------------------------------------------------------
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = [self._input(x) for x in pytree.tree_leaves((args, kwargs))]
+        self._check_step()
         program = self._program(args, kwargs)
         executor = program.executor
         assert self.memory is not None
-        updater = self.memory.updater
-        if updater is not None and updater.pending:
-            raise StepError(
-                "backward ran, but optimizer.step() was not called since: gradients are consumed "
-                "as they appear, so every backward needs its step before the next forward"
-            )
         for other in self.programs.values():
             if other is not program:
                 other.executor.drop_pending()
         self.memory.states.sync_from_user()
-        inputs = [self._input(x) for x in pytree.tree_leaves((args, kwargs))]
         if not executor.captured.has_backward:
             with torch.no_grad():
                 flat = executor.forward(inputs)
@@ -503,6 +520,24 @@ class CompiledModel:
             sources = [named[r.target] if r.target else inputs[r.index] for r in wanted]
             flat = _Step.apply(executor, inputs, wanted, self._anchor, *sources)
         return executor.captured.unflatten(flat, args, kwargs)
+
+    def _check_step(self) -> None:
+        """Refuse a forward while the last step is not over."""
+        updater = self.memory.updater if self.memory is not None else None
+        if updater is None:
+            return
+        if updater.torn:
+            raise StepError(
+                "a step failed after some units were updated, so the model stands between two "
+                f"steps: {', '.join(updater.torn)} took the step, the others did not. Call "
+                "model.lohan.close(), load model and optimizer from a checkpoint, and compile "
+                "again. With schedule='serial' nothing is updated before optimizer.step()"
+            )
+        if updater.pending:
+            raise StepError(
+                "backward ran, but optimizer.step() was not called since: gradients are consumed "
+                "as they appear, so every backward needs its step before the next forward"
+            )
 
     def _input(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -565,7 +600,17 @@ class CompiledModel:
             self.memory.lanes.recorder = None
 
     def close(self) -> None:
-        """Join all threads, give all memory back, remove all files."""
+        """Join all threads, give all memory back, remove all files.
+
+        The model is an ordinary module again, with its weights, and the optimizer has its states
+        again; both stay in the memory where they are until they are collected.
+        """
+        if self.memory is not None and self.optimizer is not None:
+            self.memory.states.give_back(self.optimizer)
+        model = self._model()
+        if model is not None and model.__dict__.get("_lohan") is self:
+            model.__class__ = self._original
+            del model.__dict__["_lohan"]
         if self._closer is not None and self._closer.alive:  # else the model's end closed it
             for program in self.programs.values():
                 program.executor.abort()
@@ -652,8 +697,12 @@ class _Step(torch.autograd.Function):
         return flat
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise StepError(
+                "backward ran with create_graph=True, but a compiled step cannot be differentiated "
+                "twice: compute what needs second derivatives in a module that is not compiled"
+            )
         tangents: dict[int, Tensor] = {}
         for i, (shape, stride, dtype, device) in ctx.shapes.items():
             tangent = torch.empty_strided(shape, stride, dtype=dtype, device=device)

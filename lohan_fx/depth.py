@@ -121,9 +121,9 @@ def _kinds(children: Sequence[nn.Module], shared: Counter[int]) -> list[int]:
     return kinds
 
 
-def _facts(child: nn.Module, shared: Counter[int]) -> dict[Hashable, Hashable]:
+def _facts(child: nn.Module, shared: Counter[int]) -> dict[Hashable, Any]:
     """(module, attribute) → everything that may change what tracing sees."""
-    found: dict[Hashable, Hashable] = {}
+    found: dict[Hashable, Any] = {}
     for name, module in child.named_modules():
         found[name, "class"] = type(module)
         for kind in ("_parameters", "_buffers"):

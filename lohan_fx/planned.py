@@ -21,6 +21,8 @@ from lohan_fx.bounds import Bound, step_bound
 from lohan_fx.errors import LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan
+from lohan_fx.planners import PlannerOptions
+from lohan_fx.planners.pareto import lower_bound
 from lohan_fx.program import Program, lower
 from lohan_fx.report import footprint_parts, memory_table, plan_table, render, short_bytes
 from lohan_fx.simulate import Simulation, simulate
@@ -115,9 +117,15 @@ class Planned:
         return simulate(self.workload, self.plan, self.hw, program=self.program)
 
     @cached_property
-    def bound(self) -> Bound:
-        """What the busiest resource needs: no order of the same work is faster."""
+    def busiest(self) -> Bound:
+        """What this plan's busiest resource needs: no order of the same work is faster."""
         return step_bound(self.workload, self.plan, self.hw, program=self.program)
+
+    @cached_property
+    def bound_s(self) -> float:
+        """Seconds that no plan undercuts, of whatever strategy, on this machine and budget."""
+        options = PlannerOptions(schedule=self.plan.schedule)
+        return lower_bound(self.workload, self.hw, self.budget, options)
 
     @property
     def step_s(self) -> float:
@@ -126,8 +134,8 @@ class Planned:
 
     @property
     def gap(self) -> float:
-        """How much longer the simulated step is than the bound: 0.02 is 2%."""
-        return self.step_s / self.bound.seconds - 1 if self.bound.seconds else 0.0
+        """How much longer the simulated step is than `bound_s`: 0.02 is 2%."""
+        return self.step_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
 
     @property
     def items_per_s(self) -> float:
@@ -228,6 +236,18 @@ class Planned:
             raise PlanError(f"{path} is incomplete ({error!r}): save it again") from error
 
 
+def hardware(hw: HardwareProfile | str) -> HardwareProfile:
+    """A profile as it is, a preset by name, or a profile from a ``.json`` file.
+
+    Raises:
+        HardwareError: there is no such preset, or the file holds no profile.
+        OSError: there is no such file.
+    """
+    if isinstance(hw, HardwareProfile):
+        return hw
+    return HardwareProfile.load(hw) if hw.endswith(".json") else HardwareProfile.preset(hw)
+
+
 # -- tables ----------------------------------------------------------------------------------
 
 
@@ -244,12 +264,14 @@ def step_table(planned: Sequence[Planned]) -> Table:
     rows: list[tuple[str, Callable[[Planned], str]]] = [
         ("machine", lambda p: p.hw.name),
         ("parameters", lambda p: f"{p.workload.num_params / 1e9:,.2f} billion"),
-        ("batch", lambda p: _batch_text(p)),
+        ("batch", _batch_text),
         ("time", lambda p: seconds_text(p.step_s)),
         *((f"  {phase}", _phase_text(phase)) for phase in PHASES),
         ("  device waits for transfers", lambda p: seconds_text(p.simulation.exposed_transfer_s)),
-        ("busiest resource alone", lambda p: f"{seconds_text(p.bound.seconds)} ({p.bound.resource})"),
-        ("gap to it", lambda p: f"{p.gap:.1%}"),
+        ("  its busiest resource alone", lambda p: _bound_text(p.busiest)),
+        ("closed form (LoHan Eq. 1–7)", lambda p: seconds_text(p.plan.prediction.step_s)),
+        ("no plan is faster than", lambda p: seconds_text(p.bound_s)),
+        ("gap to that", lambda p: f"{p.gap:.1%}"),
         ("throughput", lambda p: f"{p.items_per_s:,.3g} {p.items}/s"),
         ("model FLOPs", lambda p: f"{p.flops_per_s / 1e12:,.1f} TFLOPS"),
         ("recomputed", lambda p: f"{p.plan.prediction.recompute_flops / 1e12:,.1f} TFLOP"),
@@ -261,6 +283,10 @@ def step_table(planned: Sequence[Planned]) -> Table:
     for what, cell in rows:
         table.add_row(what, *(cell(p) for p in planned))
     return table
+
+
+def _bound_text(bound: Bound) -> str:
+    return f"{seconds_text(bound.seconds)} ({bound.resource})"
 
 
 def _batch_text(p: Planned) -> str:

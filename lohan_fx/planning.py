@@ -22,13 +22,14 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from lohan_fx.annotate import StateLayout, UnitLayout, annotate, unit_layouts
+from lohan_fx.api import LohanModule
 from lohan_fx.capture import Outputs, capture
 from lohan_fx.depth import Repetition, cut, repetitions
 from lohan_fx.errors import CaptureError, InsufficientMemoryError, LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.models import NamedModel, family_of, named
 from lohan_fx.plan import SCHEDULES, Schedule
-from lohan_fx.planned import Planned, Search, SearchKind, Trial
+from lohan_fx.planned import Planned, Search, SearchKind, Trial, hardware
 from lohan_fx.planners import Planner, PlannerOptions, get, make_plan
 from lohan_fx.replicate import NotRepeatedError, extrapolate
 from lohan_fx.runtime.optimizer import SUPPORTED, UnitOptimizer, check_supported
@@ -37,7 +38,10 @@ from lohan_fx.workload import Workload
 Inputs = Mapping[str, Any] | Sequence[Any] | Tensor | Callable[[int], Any]
 """Example inputs: keyword arguments, positional ones, one tensor, or batch size → one of these."""
 
-Optimizer = str | torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None
+Model = str | NamedModel | nn.Module | Callable[[], Any]
+"""A name, a module, a function that builds one (or it and its inputs), a configuration."""
+
+Optimizer = str | torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 
 DEFAULT_STRATEGY = "lohan"
 
@@ -49,7 +53,7 @@ _DEPTHS = (2, 3)
 
 
 def plan(
-    model: str | NamedModel | nn.Module | Callable[[], Any],
+    model: Model,
     inputs: Inputs | None = None,
     *,
     hw: HardwareProfile | str,
@@ -58,7 +62,7 @@ def plan(
     optimizer: Optimizer = "adamw",
     strategy: str | Planner = DEFAULT_STRATEGY,
     memory: Mapping[str, int | str] | None = None,
-    dtype: torch.dtype | None | Literal["auto"] = "auto",
+    dtype: torch.dtype | Literal["auto"] | None = "auto",
     outputs: Outputs = "auto",
     states: Literal["auto", "device", "host", "ssd"] = "auto",
     swap_to: Literal["auto", "host", "ssd"] = "auto",
@@ -95,35 +99,28 @@ def plan(
         raise LohanError(f"schedule {schedule!r} is none of auto, {', '.join(SCHEDULES)}")
     get(strategy)
     hw = hardware(hw)
-    planner = _Planning(
-        inputs=inputs,
+    request = _Request(
+        strategy=strategy,
         hw=hw,
         budget=MemoryBudget.from_request(hw, memory),
-        sequence=sequence,
-        optimizer=optimizer,
-        strategy=strategy,
-        dtype=dtype,
-        outputs=outputs,
         options=PlannerOptions(states=states, swap_to=swap_to, schedule=schedule),
-        full_trace=full_trace,
+        tracer=functools.partial(
+            make_tracer,
+            inputs=inputs,
+            hw=hw,
+            sequence=sequence,
+            optimizer=optimizer,
+            dtype=dtype,
+            outputs=outputs,
+            full_trace=full_trace,
+        ),
     )
     if search == "max-model":
-        return planner.largest_model(model, batch)
-    tracer = planner.tracer(model)
+        return request.largest_model(model, batch)
+    tracer = request.tracer(model)
     if search == "max-batch":
-        return planner.largest_batch(tracer, batch)
-    return planner.plan(tracer, batch)
-
-
-def hardware(hw: HardwareProfile | str) -> HardwareProfile:
-    """A profile as it is, a preset by name, or a profile from a JSON file.
-
-    Raises:
-        HardwareError: there is no such preset or file.
-    """
-    if isinstance(hw, HardwareProfile):
-        return hw
-    return HardwareProfile.load(hw) if hw.endswith(".json") else HardwareProfile.preset(hw)
+        return request.largest_batch(tracer, batch)
+    return request.plan(tracer, batch)
 
 
 # -- the model -------------------------------------------------------------------------------
@@ -246,11 +243,22 @@ class Tracer:
                 outputs=self.outputs,
             )
         layouts = self.layouts()
-        workload = annotate(captured, self.model, layouts, self.states, self.hw)
+        workload = annotate(
+            captured, self.model, layouts, self.states, self.hw, name=self.name
+        )
         if gpu:  # what CPU kernels take inside says nothing about others
             ops = tuple(replace(op, scratch_bytes=0) for op in workload.ops)
             workload = replace(workload, ops=ops)
         return workload
+
+    @property
+    def compute_dtype(self) -> str:
+        """Name of the dtype of matmuls."""
+        dtype = self.states.compute_dtype
+        if dtype is None:
+            floating = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+            dtype = next(floating, torch.float32)
+        return str(dtype).removeprefix("torch.")
 
     def layouts(self) -> tuple[UnitLayout, ...]:
         """The flat layouts of the model as it is now."""
@@ -293,7 +301,7 @@ def _fused_attention() -> Iterator[None]:
     ) -> Tensor:
         return original(query, key, value, attn_mask, 0.0, is_causal, **more)
 
-    functional.scaled_dot_product_attention = fused
+    functional.scaled_dot_product_attention = fused  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -313,7 +321,7 @@ def _count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | None
 # -- what users give -------------------------------------------------------------------------
 
 
-def _split(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split_inputs(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Example inputs → (args, kwargs)."""
     if isinstance(given, Mapping):
         return (), dict(given)
@@ -331,8 +339,8 @@ def _inputs(given: Inputs) -> Callable[[int | None], tuple[tuple[Any, ...], dict
     """Example inputs → inputs of any batch size."""
     if callable(given) and not isinstance(given, Tensor):
         make = given
-        return lambda batch: _split(make(1 if batch is None else batch))
-    args, kwargs = _split(given)
+        return lambda batch: split_inputs(make(1 if batch is None else batch))
+    args, kwargs = split_inputs(given)
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     sizes = {t.shape[0] if t.dim() else None for t in tensors}
 
@@ -374,10 +382,11 @@ def _from_config(config: Any) -> nn.Module:
     with torch.device("meta"):
         if names:
             made = getattr(transformers, names[0])(config)
-        elif getattr(config, "is_encoder_decoder", False):
-            made = transformers.AutoModelForSeq2SeqLM.from_config(config)
         else:
-            made = transformers.AutoModelForCausalLM.from_config(config)
+            auto: Any = transformers.AutoModelForCausalLM
+            if getattr(config, "is_encoder_decoder", False):
+                auto = transformers.AutoModelForSeq2SeqLM
+            made = auto.from_config(config)
     assert isinstance(made, nn.Module)
     return made.train()
 
@@ -416,7 +425,8 @@ def make_optimizer(
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if isinstance(optimizer, str):
-        known = {cls.__name__.lower(): cls for cls in SUPPORTED}
+        known: dict[str, Callable[[Any], torch.optim.Optimizer]]
+        known = {cls.__name__.lower(): cls for cls in SUPPORTED}  # type: ignore[misc]
         if optimizer.lower() not in known:
             raise LohanError(f"no optimizer {optimizer!r}: use one of {', '.join(known)}")
         return known[optimizer.lower()](parameters)
@@ -432,66 +442,78 @@ def make_optimizer(
 # -- planning --------------------------------------------------------------------------------
 
 
+def make_tracer(
+    model: Model,
+    inputs: Inputs | None = None,
+    *,
+    hw: HardwareProfile,
+    sequence: int | None = None,
+    optimizer: Optimizer = "adamw",
+    dtype: torch.dtype | Literal["auto"] | None = "auto",
+    outputs: Outputs = "auto",
+    full_trace: bool = False,
+) -> Tracer:
+    """What makes workloads of a model; arguments as for `plan`.
+
+    Raises:
+        LohanError: an unknown name, a missing input, a model that is compiled already.
+    """
+    if isinstance(model, str):
+        model = named(model)
+    module, own, name, items = _module_of(model, sequence)
+    given = inputs if inputs is not None else own
+    if isinstance(module, LohanModule):
+        raise LohanError("the model is compiled already: plan it before compile, or read .plan")
+    if given is None and _is_config(getattr(module, "config", None)):
+        given = _text_inputs(sequence or 1024)
+    if given is None:
+        raise LohanError(
+            f"inputs= is missing: {type(module).__name__} is no named model, so an example of "
+            "its inputs is needed (meta tensors will do)"
+        )
+    if dtype == "auto":
+        on_gpu = hw.device_kind != "cpu" and optimizer is not None
+        dtype = torch.bfloat16 if on_gpu else None
+    if dtype is not None and optimizer is None:
+        raise LohanError("dtype= needs optimizer=: without one there are no masters to update")
+    return Tracer(
+        name=name or type(module).__name__,
+        model=module,
+        inputs=_inputs(given),
+        hw=hw,
+        states=StateLayout(compute_dtype=dtype, num_states=num_states(optimizer)),
+        trained=optimizer is not None,
+        outputs=outputs,
+        items=items,
+        full_trace=full_trace,
+    )
+
+
+def _module_of(
+    model: NamedModel | nn.Module | Callable[[], Any], sequence: int | None
+) -> tuple[nn.Module, Inputs | None, str, str | None]:
+    """(module, inputs if the model brings them, name, what throughput counts)."""
+    if isinstance(model, NamedModel):
+        spec = model
+        with torch.device("meta"):
+            module = spec.build(sequence=sequence)
+        return module, lambda batch: spec.inputs(batch, sequence), spec.name, spec.items
+    if isinstance(model, nn.Module):
+        return model, None, "", None
+    if _is_config(model):
+        return _from_config(model), None, "", None
+    return (*_built(model), "", None)
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Planning:
+class _Request:
     """What `plan` was asked for, the model and the batch aside."""
 
-    inputs: Inputs | None
+    strategy: str | Planner
     hw: HardwareProfile
     budget: MemoryBudget
-    sequence: int | None
-    optimizer: Optimizer
-    strategy: str | Planner
-    dtype: torch.dtype | None | Literal["auto"]
-    outputs: Outputs
     options: PlannerOptions
-    full_trace: bool
-
-    def tracer(self, model: str | NamedModel | nn.Module | Callable[[], Any]) -> Tracer:
-        if isinstance(model, str):
-            model = named(model)
-        given: Inputs | None = self.inputs
-        items = None
-        name = ""
-        if isinstance(model, NamedModel):
-            spec, sequence = model, self.sequence
-            with torch.device("meta"):
-                module = spec.build(sequence=sequence)
-            given = given or (lambda batch: spec.inputs(batch, sequence))
-            items, name = spec.items, spec.name
-        elif isinstance(model, nn.Module):
-            module = model
-        elif _is_config(model):
-            module = _from_config(model)
-        else:
-            module, own = _built(model)
-            given = given if given is not None else own
-        if hasattr(module, "lohan"):
-            raise LohanError("the model is compiled already: plan it before compile, or read .plan")
-        if given is None and _is_config(getattr(module, "config", None)):
-            given = _text_inputs(self.sequence or 1024)
-        elif given is None:
-            raise LohanError(
-                f"inputs= is missing: {type(module).__name__} is no named model, so an example of "
-                "its inputs is needed (meta tensors will do)"
-            )
-        dtype = self.dtype
-        if dtype == "auto":
-            on_gpu = self.hw.device_kind != "cpu" and self.optimizer is not None
-            dtype = torch.bfloat16 if on_gpu else None
-        if dtype is not None and self.optimizer is None:
-            raise LohanError("dtype= needs optimizer=: without one there are no masters to update")
-        return Tracer(
-            name=name or type(module).__name__,
-            model=module,
-            inputs=_inputs(given),
-            hw=self.hw,
-            states=StateLayout(compute_dtype=dtype, num_states=num_states(self.optimizer)),
-            trained=self.optimizer is not None,
-            outputs=self.outputs,
-            items=items,
-            full_trace=self.full_trace,
-        )
+    tracer: Callable[[Model], Tracer]
 
     def plan(self, tracer: Tracer, batch: int | None, search: Search | None = None) -> Planned:
         traced = tracer.workload(batch)
@@ -505,7 +527,7 @@ class _Planning:
             batch=traced.batch,
             num_items=traced.num_items,
             items=traced.items,
-            compute_dtype=_dtype_name(tracer),
+            compute_dtype=tracer.compute_dtype,
             traced=traced.how,
             search=search,
             source=tracer,
@@ -547,14 +569,12 @@ class _Planning:
         )
         return replace(plans[low], search=search)
 
-    def largest_model(
-        self, model: str | NamedModel | nn.Module | Callable[[], Any], batch: int | None
-    ) -> Planned:
+    def largest_model(self, model: Model, batch: int | None) -> Planned:
         """Bisect the family of a named model."""
         if isinstance(model, NamedModel):
             model = model.name
         if not isinstance(model, str):
-            raise LohanError("search='max-model' goes through a family of named models: give a name")
+            raise LohanError("search='max-model' goes through a family of named models: name one")
         ladder = family_of(model)
         trials: dict[int, Trial] = {}
         best: Planned | None = None
@@ -595,16 +615,8 @@ def _built(model: Callable[[], Any]) -> tuple[nn.Module, Inputs | None]:
         made = model()
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
-        raise LohanError(f"the model's function returned {type(module).__name__}, no torch.nn.Module")
+        raise LohanError(f"the model's function returned {type(module).__name__}, no nn.Module")
     return module, inputs
-
-
-def _dtype_name(tracer: Tracer) -> str:
-    dtype = tracer.states.compute_dtype
-    if dtype is None:
-        floating = (p.dtype for p in tracer.model.parameters() if p.is_floating_point())
-        dtype = next(floating, torch.float32)
-    return str(dtype).removeprefix("torch.")
 
 
 def _first_line(error: Exception) -> str:

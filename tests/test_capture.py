@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lohan_fx._compat import storage_key, unfused_rnn
 from lohan_fx.capture import InputRole, OutputRole, capture, is_random
 from lohan_fx.errors import CaptureError
 from tests.captured import check_exact, check_step, leaves, step
@@ -51,8 +52,7 @@ def test_the_graph_by_itself_is_eager(name: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "tied"])
 def test_the_graph_is_eager_under_autocast(name: str) -> None:
     model, kwargs = make(name)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        check_exact(model, (), kwargs)
+    check_exact(model, (), kwargs, context=torch.autocast("cpu", dtype=torch.bfloat16))
 
 
 def test_lstm_is_its_unfused_cell() -> None:
@@ -64,8 +64,9 @@ def test_lstm_is_its_unfused_cell() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.rnn(x)[0].square().sum()
 
-    with torch.backends.mkldnn.flags(enabled=False):  # equal to the fused kernel only by rounding
-        captured = check_exact(Model(), (torch.randn(2, 3, 8),))
+    model = Model()
+    with unfused_rnn(model):  # equal to the fused kernel only by rounding
+        captured = check_exact(model, (torch.randn(2, 3, 8),))
     targets = {str(n.target) for n in captured.graph.graph.nodes}
     assert not any("mkldnn" in t or "cudnn" in t for t in targets)
 
@@ -110,10 +111,10 @@ def assert_owned(captured: Any) -> None:
     """Every gradient has memory that backward made, and no two share it."""
     output = captured.graph.graph.output_node()
     before = [n for n in captured.graph.graph.nodes if n.meta.get("phase") == "forward"]
-    before += [n for n in captured.graph.graph.find_nodes(op="placeholder")]
-    old = {n.meta["val"].untyped_storage()._cdata for n in before if "val" in n.meta}
+    before += captured.graph.graph.find_nodes(op="placeholder")
+    old = {storage_key(n.meta["val"]) for n in before if "val" in n.meta}
     made = [
-        node.meta["val"].untyped_storage()._cdata
+        storage_key(node.meta["val"])
         for node, role in zip(output.args[0], captured.outputs, strict=True)
         if role.kind == "gradient"
     ]
@@ -277,38 +278,13 @@ def test_outputs_that_share_memory_have_their_own_gradients(outputs: Any) -> Non
     def loss(output: Any) -> Tensor:
         return sum((k + 1.0) * output[name].exp().sum() for k, name in enumerate(chosen))  # type: ignore[return-value]
 
-    captured = check_gradients_close(Aliases(), rows(), outputs, loss)
-    nodes = captured.graph.graph.output_node().args[0]
+    captured = check_exact(  # gradients of several outputs are summed in another order
+        Aliases(), (rows(),), outputs=outputs, loss=loss, equal=torch.allclose
+    )
+    nodes: Any = captured.graph.graph.output_node().args[0]
     parameter = next(iter(captured.graph.graph.find_nodes(op="placeholder"))).meta["val"]
-    for node in nodes:  # type: ignore[union-attr]
-        assert node.meta["val"].untyped_storage()._cdata != parameter.untyped_storage()._cdata
-
-
-def check_gradients_close(model: nn.Module, x: Tensor, outputs: Any, loss: Any) -> Any:
-    """`check_exact`, but gradients of several outputs may be summed in another order."""
-    from tests.captured import run_eager, run_graph
-
-    captured = capture(model, (x,), outputs=outputs)
-    want, tangents_of = run_eager(model, (x,), {}, loss)
-    have = run_graph(captured, model, (x,), {}, _direct_tangents(model, x, loss, tangents_of))
-    assert have.gradients.keys() == want.gradients.keys()
-    for name, gradient in have.gradients.items():
-        torch.testing.assert_close(gradient, want.gradients[name])
-    return captured
-
-
-def _direct_tangents(model: nn.Module, x: Tensor, loss: Any, _: Any) -> Any:
-    """dL/d(output) of the loss alone: what autograd hands to a function's outputs."""
-    with torch.no_grad():
-        output = {k: v.detach().clone().requires_grad_() for k, v in model(x).items()}
-    grads = torch.autograd.grad(loss(output), list(output.values()), allow_unused=True)
-
-    def tangents_of(positions: list[int]) -> list[Tensor]:
-        made = [grads[i] for i in positions]
-        assert all(g is not None for g in made)
-        return made  # type: ignore[return-value]
-
-    return tangents_of
+    for node in nodes:
+        assert storage_key(node.meta["val"]) != storage_key(parameter)
 
 
 # -- arguments -----------------------------------------------------------------------------------

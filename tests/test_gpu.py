@@ -48,10 +48,11 @@ def make_model(name: str) -> nn.Module:
     """Transformers' attention with written-out kernels: its fused one takes another kernel, which
     drops other elements, when it is traced (it then makes the mask explicit)."""
     model, _ = make(name)
-    config = getattr(model, "config", None)
-    if config is not None:
-        config.use_cache = False
+    if hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation("eager")
+        for module in model.modules():  # a decoder of its own has a configuration of its own
+            if hasattr(module, "config"):
+                module.config.use_cache = False
     return model
 
 

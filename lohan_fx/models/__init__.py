@@ -1,7 +1,7 @@
 """Models by name: the papers' GPT and DiT sizes. The catalog needs no torch; building does.
 
-    named("gpt-175b").build()                  # on the current default device: use meta
-    named("gpt-175b").inputs(batch=16)         # meta tensors, keyword arguments of forward
+named("gpt-175b").build()                  # on the current default device: use meta
+named("gpt-175b").inputs(batch=16)         # meta tensors, keyword arguments of forward
 """
 
 from __future__ import annotations

@@ -66,26 +66,30 @@ class NamedModel:
         self._check(sequence)
         return DiT(layers, self.heads, self.hidden)
 
-    def inputs(self, batch: int, sequence: int | None = None) -> dict[str, Any]:
-        """Keyword arguments of forward, as meta tensors."""
+    def inputs(
+        self, batch: int, sequence: int | None = None, *, device: str = "meta"
+    ) -> dict[str, Any]:
+        """Keyword arguments of forward; random ones, if `device` is not the meta device."""
         import torch
 
-        def integers(*size: int) -> torch.Tensor:
-            return torch.empty(size, dtype=torch.long, device="meta")
+        def integers(limit: int, *size: int) -> torch.Tensor:
+            return torch.randint(limit, size, device=device)
 
         if self.family == "gpt":
+            from lohan_fx.models.gpt import VOCABULARY
+
             length = sequence or self.sequence
-            return {"ids": integers(batch, length), "targets": integers(batch, length)}
-        from lohan_fx.models.dit import LATENT_CHANNELS, LATENT_SIZE
+            ids, targets = (integers(VOCABULARY, batch, length) for _ in range(2))
+            return {"ids": ids, "targets": targets}
+        from lohan_fx.models.dit import LATENT_CHANNELS, LATENT_SIZE, NUM_CLASSES
 
         self._check(sequence)
         size = (batch, LATENT_CHANNELS, LATENT_SIZE, LATENT_SIZE)
-        image = torch.empty(size, device="meta")
         return {
-            "x": image,
-            "t": integers(batch),
-            "y": integers(batch),
-            "target": torch.empty(size, device="meta"),
+            "x": torch.randn(size, device=device),
+            "t": integers(1000, batch),
+            "y": integers(NUM_CLASSES, batch),
+            "target": torch.randn(size, device=device),
         }
 
     def _check(self, sequence: int | None) -> None:

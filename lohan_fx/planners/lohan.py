@@ -104,9 +104,14 @@ class _Search:
         self.resident = tiny | overflow(w, room, saved - tiny)
 
     def draft(self, actions: dict[str, Action], *, keep_tiny: bool = True) -> Draft:
+        """Regions are blocks; if those do not fit, smaller ones that cost no more."""
         choices = Choices(actions=actions, unit_tiers=self.tiers)
-        args = (self.workload, self.hw, self.budget, self.options, choices, self.strategy.name)
-        return draft(*args, keep_tiny=keep_tiny)
+        args = (self.workload, self.hw, self.budget, self.options)
+        name = self.strategy.name
+        made = draft(*args, choices, name, keep_tiny=keep_tiny)
+        if self.fits(made):
+            return made
+        return draft(*args, cut(self.workload, choices, keep_tiny), name, keep_tiny=keep_tiny)
 
     def fits(self, made: Draft, limit: int | None = None) -> bool:
         return made.memory.peak_bytes <= (self.budget.device_bytes if limit is None else limit)

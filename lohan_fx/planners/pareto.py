@@ -106,6 +106,7 @@ class Effort:
         assignments: most assignments that are enumerated.
         simulations: most of them that are simulated.
         polish: most plans that the last local search simulates.
+        nodes: most nodes of branch and bound in a trial at the budget itself.
     """
 
     reserves: tuple[float, ...] = (1.0, 0.5, 2.0, 0.0, 4.0)
@@ -115,6 +116,7 @@ class Effort:
     assignments: int = 40_000
     simulations: int = 1_000
     polish: int = 60
+    nodes: int = 40
 
     @classmethod
     def of(cls, workload: Workload) -> Effort:
@@ -123,12 +125,18 @@ class Effort:
         if ops <= 150:
             return cls()
         if ops <= 1_000:
-            return cls(ladder=6, assignments=0, polish=20)
+            return cls(ladder=6, assignments=0, polish=20, nodes=8)
         if ops <= 4_000:
-            return cls(reserves=(1.0, 0.5, 2.0), ladder=2, assignments=0, polish=0)
+            return cls(reserves=(1.0, 0.5, 2.0), ladder=2, assignments=0, polish=0, nodes=1)
         reserves = (1.0, 2.0)
         return cls(
-            reserves=reserves, device_rungs=2, host_rungs=1, ladder=1, assignments=0, polish=0
+            reserves=reserves,
+            device_rungs=2,
+            host_rungs=1,
+            ladder=1,
+            assignments=0,
+            polish=0,
+            nodes=1,
         )
 
 
@@ -295,9 +303,8 @@ class _Search:
             self.tried.add(key)
             self.offer(finish_draft(made, self.hw, budget, self.options), NAME)
 
-    def bound_of(self, plan: Plan) -> float:
-        """Seconds that this plan's simulated step cannot undercut; 0.0 if the model lacks it."""
-        assignment = assignment_of(self.model, plan)
+    def bound_of(self, assignment: Assignment | None) -> float:
+        """Seconds that no plan with this assignment undercuts; 0.0 if the model lacks it."""
         if assignment is None:
             return 0.0
         columns = [self.model.column(name, option) for name, option in assignment.items()]
@@ -322,7 +329,9 @@ class _Search:
         self.simulate(assignment)  # type: ignore[arg-type]
 
     def simulate(self, assignment: Assignment) -> None:
-        """Offer an assignment if it fits."""
+        """Offer an assignment if it fits and its bound leaves room below the best plan."""
+        if not self.may_gain(self.bound_of(assignment)):
+            return
         try:
             made = make_draft(self.model, assignment, self.budget, NAME)
         except InsufficientMemoryError:
@@ -346,13 +355,14 @@ class _Search:
             except LohanError:
                 continue
             else:
-                if self.may_gain(self.bound_of(found)):
+                if self.may_gain(self.bound_of(assignment_of(self.model, found))):
                     self.offer(found, name)
 
     def own_plans(self) -> None:
         """The integer program at this budget, with several shares of it left to copies."""
         for share in self.effort.reserves:
-            self.try_budget(self.budget, int(share * self.reserve_bytes), self.budget)
+            reserve = int(share * self.reserve_bytes)
+            self.try_budget(self.budget, reserve, self.budget, self.effort.nodes)
 
     @property
     def reserve_bytes(self) -> int:
@@ -374,7 +384,7 @@ class _Search:
         return lagrangian_bound(program, self.relaxed.prices) * self.model.unit_s
 
     def try_budget(
-        self, budget: MemoryBudget, reserve: int, finish: MemoryBudget
+        self, budget: MemoryBudget, reserve: int, finish: MemoryBudget, nodes: int = 1
     ) -> MemoryBudget | None:
         """The integer program at a budget less a reserve; windows may use `finish`.
 
@@ -383,7 +393,7 @@ class _Search:
         target = replace(budget, device_bytes=budget.device_bytes - reserve)
         if target.device_bytes <= 0 or not self.may_gain(self.bound(target)):
             return None
-        trial = solve_at(self.model, target, NAME)
+        trial = solve_at(self.model, target, NAME, nodes)
         if trial is None:
             return None
         self.finish(trial.made, finish)

@@ -9,7 +9,8 @@ import numpy as np
 
 from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.hardware import MemoryBudget
-from lohan_fx.planners.assign import Assignment, Improver, assign, choices_of, rounded
+from lohan_fx.planners.assign import Assignment, assign, choices_of, rounded
+from lohan_fx.planners.integer import solve_whole
 from lohan_fx.planners.keep import keep_greedily
 from lohan_fx.planners.model import Model, Option
 from lohan_fx.planners.schedule import Draft, draft
@@ -20,9 +21,6 @@ TIE_BREAK = 0.005
 
 _ATTEMPTS = 5
 """The model's memory is an estimate between its rows: so often is it corrected."""
-
-_PAIRS = 1_200
-"""With at most so many moves, the local search tries pairs of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +44,10 @@ def make_draft(
     return draft(*args, keep_tiny=keep_tiny)
 
 
-def solve_at(model: Model, target: MemoryBudget, name: str) -> Trial | None:
+def solve_at(model: Model, target: MemoryBudget, name: str, max_nodes: int = 1) -> Trial | None:
     """The best assignment found for a budget; None if none was found.
 
-    Depends on the model and the target alone. Where the exact draft exceeds the target, a row
+    Depends on the arguments alone. Where the exact draft exceeds the target, a row
     for that op is added and the budget corrected by the excess.
     """
     device, host = 0, 0
@@ -58,13 +56,10 @@ def solve_at(model: Model, target: MemoryBudget, name: str) -> Trial | None:
         program = model.program(
             target, relaxed=False, reserve=(device, host), tie_break=TIE_BREAK, more_ops=ops
         )
-        solution = solve(program, model.leanest)
-        if solution.status == "infeasible":
+        whole = solve_whole(model, program, max_nodes)
+        if whole is None:
             return None
-        improver = Improver(model, program)
-        pairs = len(improver.moves) <= _PAIRS
-        x = improver.run(rounded(model, solution.x), pairs=pairs)
-        assignment = assign(model, x)
+        assignment = assign(model, whole.x)
         try:
             made = make_draft(model, assignment, target, name)
         except InsufficientMemoryError as error:
@@ -74,11 +69,9 @@ def solve_at(model: Model, target: MemoryBudget, name: str) -> Trial | None:
             continue
         over = made.memory.peak_bytes - target.device_bytes
         if over <= 0:
-            prices = -solution.prices[: len(model.rows)] @ (model.time / model.unit_s)
-            worth = prices + program.costs
-            value = improver.score(x) * model.unit_s
+            value = whole.value * model.unit_s
             found = Trial(made=made, assignment=assignment, value_s=value)
-            return filled(model, found, target, worth, name)
+            return filled(model, found, target, whole.worth, name)
         device += over
         ops.add(int(np.argmax(made.load)))
     return None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lohan_fx.errors import InsufficientMemoryError, StorageError
 from lohan_fx.footprint import STRIPE_BYTES
 from lohan_fx.plan import Tier
 from lohan_fx.program import window_storage
@@ -43,20 +44,38 @@ class SlotStore:
 
     def grow_host(self, num_bytes: int) -> None:
         """Have at least `num_bytes` of host memory. Nothing may be in use."""
-        if num_bytes > (self.arena.num_bytes if self.arena is not None else 0):
+        have = self.arena.num_bytes if self.arena is not None else 0
+        if num_bytes > have:
             if self.arena is not None:
                 self.arena.close()
                 self.arena = None
-            self.arena = Arena(num_bytes, pin=self._pin)
-            self.arena.register(0, num_bytes)
+            try:
+                self.arena = self._slab(num_bytes)
+            except InsufficientMemoryError:
+                self.arena = self._slab(have) if have else None  # for the programs that there are
+                raise
 
     def grow_ssd(self, num_bytes: int, run: RunDirectory, pool: IoPool) -> None:
         """Have at least `num_bytes` of SSD space. Nothing may be in use."""
-        if num_bytes > (self.file.num_bytes if self.file is not None else 0):
+        have = self.file.num_bytes if self.file is not None else 0
+        if num_bytes > have:
             if self.file is not None:
                 self.file.close()
-            name = f"slots-{num_bytes}"
-            self.file = StripedFile(run, name, num_bytes, pool, stripe_bytes=STRIPE_BYTES)
+                self.file = None
+
+            def make(size: int) -> StripedFile:
+                return StripedFile(run, f"slots-{size}", size, pool, stripe_bytes=STRIPE_BYTES)
+
+            try:
+                self.file = make(num_bytes)
+            except StorageError:
+                self.file = make(have) if have else None  # for the programs that there are
+                raise
+
+    def _slab(self, num_bytes: int) -> Arena:
+        arena = Arena(num_bytes, pin=self._pin)
+        arena.register(0, num_bytes)
+        return arena
 
     def close(self) -> None:
         if self.file is not None:

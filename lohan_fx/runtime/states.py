@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from lohan_fx.errors import LohanError
 from lohan_fx.footprint import align
 from lohan_fx.plan import Tier
 from lohan_fx.runtime._memory import forget_pages
+from lohan_fx.runtime._memory import tensor_over
 from lohan_fx.runtime.arena import Arena, Region
 from lohan_fx.runtime.optimizer import UnitOptimizer, pull_initial_state, release_state
 from lohan_fx.runtime.ssd import StripedFile
@@ -59,6 +61,19 @@ def on_device(flat: Tensor, device: torch.device) -> Tensor:
             "limit on locked memory (ulimit -l), or choose a strategy without direct access"
         )
     return torch.as_tensor(_HostBytes(flat), device=device).view(flat.dtype)
+
+
+def _alone(view: Tensor) -> Tensor:
+    """The same memory as a storage of its own, so that saving a parameter saves nothing else."""
+    if view.device.type != "cpu" or not view.numel():
+        return view
+    num_bytes = view.numel() * view.element_size()
+    memory = tensor_over(view.data_ptr(), num_bytes, partial(_hold, view))
+    return memory.view(view.dtype).as_strided(view.shape, view.stride())
+
+
+def _hold(_: Tensor) -> None:
+    """Keeps what a storage lies in alive for as long as the storage."""
 
 
 @dataclass(slots=True)
@@ -219,7 +234,7 @@ class ModelStates:
         if states.visible is not None:
             views = views_of(states.visible, states.layout.slices)
             for p, view in zip(states.parameters, views, strict=True):
-                p.data = view
+                p.data = _alone(view)
         states.versions = [version_of(p) for p in states.parameters]
 
     def sync_from_user(self) -> None:
@@ -269,6 +284,23 @@ class ModelStates:
         if states.direct is None:
             states.direct = on_device(states.flats.compute, self.device)
         return states.direct
+
+    def give_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer have its states, as views of where they are."""
+        for states in self.units:
+            if states.optimizer is None or states.flats is None:
+                continue
+            slices = states.layout.slices
+            moments = {n: views_of(f, slices) for n, f in states.flats.moments.items()}
+            for i, (p, scalars) in enumerate(
+                zip(states.parameters, states.optimizer.scalar_state(), strict=True)
+            ):
+                if scalars is not None:
+                    entry = {name: torch.tensor(value) for name, value in scalars.items()}
+                    entry.update(
+                        {n: moments[n][i] for n in states.optimizer.state_names(i)}
+                    )
+                    optimizer.state[p] = entry
 
     def resident_views(self) -> dict[str, Tensor]:
         """Name → what the graph reads, for parameters of units in the device tier."""

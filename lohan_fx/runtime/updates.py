@@ -39,6 +39,10 @@ class Updater:
         gradient_rings: unit tier → ring of host buffers that receive gradients in turn.
         gradient_buffers: unit index → buffer of its own ("serial", and direct gradients).
         state_ring: host buffers for units on SSD.
+
+    Attributes:
+        pending: backward has begun and `join` has not run.
+        torn: units that were updated by a step that then failed.
     """
 
     def __init__(
@@ -54,6 +58,9 @@ class Updater:
     ) -> None:
         self.schedule = schedule
         self.pending = False
+        self.torn: tuple[str, ...] = ()
+        self._begun: list[str] = []
+        self._stopped = False
         self._states = states
         self._lanes = lanes
         self._optimizer = optimizer
@@ -77,6 +84,7 @@ class Updater:
         """Backward begins. `order` are the units in the order in which it emits gradients."""
         self._hyperparameters = snapshot_hyperparameters(self._optimizer)
         self.pending = True
+        self._stopped = False
         on_ssd = [self._states.units[i] for i in order if self._states.units[i].tier == "ssd"]
         self._order = deque(on_ssd)
         if self.schedule == "optimized" and on_ssd:
@@ -124,7 +132,8 @@ class Updater:
         def job() -> None:
             try:
                 arrival.synchronize()
-                self._update(states, views)
+                if not self._stopped:
+                    self._update(states, views)
             finally:
                 if borrowed is not None:
                     self._rings[states.tier].release(borrowed)
@@ -181,13 +190,20 @@ class Updater:
                     error = error or failure
             for write in self._writes:
                 error = error or write.exception()
-        finally:
-            self._clear()
+        except BaseException as failure:
+            error = failure
         if error is not None:
+            self.torn = tuple(self._begun)
+            self._clear()
             raise error
+        self._clear()
 
     def abort(self) -> None:
-        """Leave nothing running after a step that failed; its error is already on the way."""
+        """Leave nothing running after a step that failed; its error is already on the way.
+
+        If units were updated before, the model stands between two steps: see `torn`.
+        """
+        self._stopped = True
         with self._lock:
             self._order.clear()  # nothing more is read ahead
         for ticket in self._updates:
@@ -200,6 +216,7 @@ class Updater:
         for buffer, read in reads:
             read.exception()
             self._ring.release(buffer)
+        self.torn = self.torn or tuple(self._begun)
         self._clear()
 
     def close(self) -> None:
@@ -207,6 +224,7 @@ class Updater:
         self._lane.close()
 
     def _clear(self) -> None:
+        self._begun.clear()
         self._held.clear()
         self._written.clear()
         self._updates.clear()
@@ -304,6 +322,7 @@ class Updater:
     def _step(
         self, states: UnitStates, flats: Flats, gradients: Sequence[Tensor | None]
     ) -> None:
+        self._begun.append(states.unit.name)
         slices = states.layout.slices
         optimizer = states.optimizer
         assert optimizer is not None
