@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
@@ -280,8 +281,12 @@ class JointExport:
 def export_joint(
     module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[JointExport]:
-    """Trace forward and backward into one functional graph, without decompositions."""
-    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+    """Trace forward and backward into one functional graph, without decompositions.
+
+    Under autocast forward is traced with it and backward without, as training loops run them.
+    """
+    backward = torch._functorch.config.patch(backward_pass_autocast="off")
+    with contextlib.ExitStack() as stack, backward, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
         gm = joint.graph_module

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 
 from lohan_fx.errors import HardwareError, InsufficientMemoryError, LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import TIERS
-from lohan_fx.planned import Planned, hardware, seconds_text
+from lohan_fx.planned import Planned, hardware, rate_text, seconds_text
 from lohan_fx.planners import Planner, PlannerOptions, get, make_plan, names
 from lohan_fx.report import render, short_bytes
 from lohan_fx.workload import Workload
@@ -140,28 +140,20 @@ class Ablation:
 
     # -- output -----------------------------------------------------------------------------
 
-    def table(self) -> Table:
-        """For people: axes that vary, time, throughput, memory, traffic."""
-        title = f"{self.model} on {self.hardware}: one step, simulated"
-        table = Table(title=title, title_justify="left", title_style="bold")
-        columns = self._columns()
-        for name, _ in columns:
-            left = name in ("strategy", "binds", *_AXES)
-            table.add_column(name, justify="left" if left else "right", no_wrap=name == "strategy")
-        for row in self.rows:
-            table.add_row(*_cells(row, columns))
-        return table
-
-    def parts(self) -> list[Table | str]:
-        """The table, and why what is missing does not fit."""
-        reasons: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.reason:
-                reasons.setdefault(row.reason, []).append(self._label(row.case))
-        return [self.table(), *(f"{', '.join(who)}: {why}" for why, who in reasons.items())]
+    def tables(self) -> list[Table]:
+        """For people: time and throughput, then memory and traffic of what fits."""
+        time_columns = [*self._case_columns(), *self._time_columns()]
+        title = f"{self.model} on {self.hardware}: one step"
+        found = [_table(title, time_columns, self.rows)]
+        fitting = [row for row in self.rows if row.fits]
+        if fitting:
+            columns = [*self._case_columns(), *self._memory_columns()]
+            title = f"peaks and traffic of one step in {self._unit[0]}, recomputation in TFLOP"
+            found.append(_table(title, columns, fitting))
+        return found
 
     def __str__(self) -> str:
-        return render(self.parts(), width=150)
+        return render(self.tables())
 
     def to_json(self) -> str:
         """Every figure, unrounded."""
@@ -184,14 +176,13 @@ class Ablation:
         return out.getvalue()
 
     def to_markdown(self) -> str:
-        """The table of `table`, and the reasons below it."""
-        columns = self._columns()
+        """All columns in one table."""
+        columns = [*self._case_columns(), *self._time_columns(), *self._memory_columns(named=True)]
         lines = [
-            "| " + " | ".join(name for name, _ in columns) + " |",
-            "|" + "---|" * len(columns),
+            "| " + " | ".join(column.name for column in columns) + " |",
+            "|" + "".join("---|" if column.left else "---:|" for column in columns),
         ]
-        lines += ["| " + " | ".join(_cells(row, columns)) + " |" for row in self.rows]
-        lines += [f"\n{part}" for part in self.parts()[1:]]
+        lines += ["| " + " | ".join(c.text(row) for c in columns) + " |" for row in self.rows]
         return "\n".join(lines) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -218,21 +209,65 @@ class Ablation:
 
         plot_memory(self, path)
 
-    def _varying(self) -> tuple[str, ...]:
-        found = (a for a in _AXES if len({getattr(row.case, a) for row in self.rows}) > 1)
-        return tuple(found)
+    def _case_columns(self) -> list[_Column]:
+        varying = (a for a in _AXES if len({getattr(row.case, a) for row in self.rows}) > 1)
+        return [
+            _Column("strategy", lambda r: r.case.strategy, left=True, always=True),
+            *(_Column(axis, _axis(axis), left=True, always=True) for axis in varying),
+        ]
 
-    def _label(self, case: Case) -> str:
-        more = [f"{axis} {getattr(case, axis)}" for axis in self._varying()]
-        return f"{case.strategy} ({', '.join(more)})" if more else case.strategy
-
-    def _columns(self) -> list[tuple[str, Callable[[Row], str]]]:
-        axes = [(axis, _axis(axis)) for axis in self._varying()]
-        columns = [("strategy", lambda r: r.case.strategy), *axes, *_COLUMNS]
-        columns.insert(3 + len(axes), (f"{self.items}/s", _number("items_per_s")))
+    def _time_columns(self) -> list[_Column]:
+        found = [
+            _Column("time", lambda r: seconds_text(r.step_s or 0.0)),
+            _Column(f"{self.items}/s", lambda r: rate_text(r.items_per_s or 0.0)),
+            _Column("TFLOPS", _number("flops_per_s", 1e12)),
+            _Column("gap", lambda r: "" if r.gap is None else f"{r.gap:.1%}"),
+            _Column("busiest", lambda r: r.binding or "", left=True),
+        ]
         if any(row.measured is not None for row in self.rows):
-            columns += _MEASURED_COLUMNS
-        return columns
+            found += _MEASURED_COLUMNS
+        if not all(row.fits for row in self.rows):
+            found.append(_Column("why not", lambda r: r.reason, left=True, always=True))
+        return found
+
+
+    @property
+    def _unit(self) -> tuple[str, int]:
+        """What sizes are written in."""
+        sizes = (getattr(row, name) or 0 for row in self.rows for name, _ in _SIZES)
+        return ("GiB", 2**30) if max(sizes, default=0) >= 2**30 else ("MiB", 2**20)
+
+    def _memory_columns(self, *, named: bool = False) -> list[_Column]:
+        unit, scale = self._unit
+        tail, flops = (f" {unit}", " TFLOP") if named else ("", "")
+        return [
+            *(_Column(name + tail, _size(field_name, scale)) for field_name, name in _SIZES),
+            _Column(f"recomputed{flops}", _number("recompute_flops", 1e12, 3)),
+        ]
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of a table; it is empty for rows that do not fit, unless it `always` shows."""
+
+    name: str
+    cell: Callable[[Row], str]
+    left: bool = False
+    always: bool = False
+
+    def text(self, row: Row) -> str:
+        return self.cell(row) if row.fits or self.always else ""
+
+
+def _table(title: str, columns: Sequence[_Column], rows: Iterable[Row]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        justify: Literal["left", "right"] = "left" if column.left else "right"
+        wraps = column.name in ("memory", "why not")
+        table.add_column(column.name, justify=justify, no_wrap=not wraps)
+    for row in rows:
+        table.add_row(*(column.text(row) for column in columns))
+    return table
 
 
 _AXES = ("batch", "memory", "states", "swap_to", "schedule")
@@ -242,24 +277,14 @@ def _axis(name: str) -> Callable[[Row], str]:
     return lambda row: str(getattr(row.case, name))
 
 
-def _cells(row: Row, columns: Sequence[tuple[str, Callable[[Row], str]]]) -> list[str]:
-    if row.fits:
-        return [cell(row) for _, cell in columns]
-    shown = ("strategy", *_AXES)
-    return [
-        cell(row) if name in shown else "does not fit" if name == "time" else ""
-        for name, cell in columns
-    ]
-
-
 def _number(field_name: str, scale: float = 1.0, digits: int = 4) -> Callable[[Row], str]:
-    return lambda row: f"{getattr(row, field_name) / scale:,.{digits}g}"
+    return lambda row: f"{(getattr(row, field_name) or 0) / scale:,.{digits}g}"
 
 
-def _size(field_name: str) -> Callable[[Row], str]:
+def _size(field_name: str, scale: int) -> Callable[[Row], str]:
     def text(row: Row) -> str:
-        value = getattr(row, field_name)
-        return short_bytes(value) if value else "–"
+        value = (getattr(row, field_name) or 0) / scale
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value else "–"
 
     return text
 
@@ -273,31 +298,27 @@ def _measured(field_name: str, show: Callable[[Any], str]) -> Callable[[Row], st
 
 
 def _error(row: Row) -> str:
-    if row.measured is None or row.measured.timed_step_s is None:
+    if row.measured is None:
         return ""
     return f"{row.measured.timed_step_s / row.measured.step_s - 1:+.0%}"
 
 
-_COLUMNS: Sequence[tuple[str, Callable[[Row], str]]] = (
-    ("time", lambda r: seconds_text(r.step_s or 0.0)),
-    ("binds", lambda r: r.binding or ""),
-    ("TFLOPS", _number("flops_per_s", 1e12)),
-    ("gap", lambda r: f"{r.gap or 0.0:.1%}"),
-    ("device", _size("peak_device_bytes")),
-    ("host", _size("peak_host_bytes")),
-    ("SSD", _size("peak_ssd_bytes")),
-    ("D2H", _size("d2h_bytes")),
-    ("H2D", _size("h2d_bytes")),
-    ("SSD read", _size("ssd_read_bytes")),
-    ("written", _size("ssd_write_bytes")),
-    ("again TFLOP", _number("recompute_flops", 1e12, 3)),
+_SIZES = (
+    ("peak_device_bytes", "device"),
+    ("peak_host_bytes", "host"),
+    ("peak_ssd_bytes", "SSD"),
+    ("d2h_bytes", "D2H"),
+    ("h2d_bytes", "H2D"),
+    ("ssd_read_bytes", "read"),
+    ("ssd_write_bytes", "written"),
 )
+"""Field of a row, and its column."""
 
-_MEASURED_COLUMNS: Sequence[tuple[str, Callable[[Row], str]]] = (
-    ("measured", _measured("step_s", seconds_text)),
-    ("measured device", _measured("peak_device_bytes", short_bytes)),
-    ("ops timed", _measured("timed_step_s", seconds_text)),
-    ("error", _error),
+_MEASURED_COLUMNS = (
+    _Column("measured", _measured("step_s", seconds_text)),
+    _Column("on device", _measured("peak_device_bytes", short_bytes)),
+    _Column("ops timed", _measured("timed_step_s", seconds_text)),
+    _Column("error", _error),
 )
 
 
@@ -406,11 +427,11 @@ def _budgets(
     for request in asked:
         if isinstance(request, MemoryBudget):
             sizes = ((tier, getattr(request, f"{tier}_bytes")) for tier in TIERS)
-            found.append((" ".join(f"{t} {short_bytes(size)}" for t, size in sizes), request))
+            found.append((",".join(f"{t}={short_bytes(size)}" for t, size in sizes), request))
         elif request is None and default is not None:
             found.append(("as planned", default))
         else:
-            label = " ".join(f"{tier} {_text(size)}" for tier, size in (request or {}).items())
+            label = ",".join(f"{tier}={_text(size)}" for tier, size in (request or {}).items())
             found.append((label or "default", MemoryBudget.from_request(hw, request)))
     return found
 
@@ -518,8 +539,8 @@ class _Given:
             made = Planned(**shell, plan=plan)
             seconds = made.step_s
         except (InsufficientMemoryError, PlanError, HardwareError) as error:
-            return Row(case=case, reason=str(error).splitlines()[0])
-        key = (case.batch, budget, plan.schedule)
+            return Row(case=case, reason=_reason(error))
+        key = (case.batch, budget)
         bound = bounds[key] = bounds.get(key) or made.bound_s
         s, p = made.simulation, plan.prediction
         return Row(
@@ -546,6 +567,14 @@ class _Given:
             plan_s=plan_s,
             planned=made,
         )
+
+
+def _reason(error: Exception) -> str:
+    """The error in one line."""
+    if not isinstance(error, InsufficientMemoryError):
+        return str(error).splitlines()[0]
+    need, have = short_bytes(error.need_bytes), short_bytes(error.have_bytes)
+    return f"{error.tier} memory: needs {need}, has {have}"
 
 
 def swapped_bytes(planned: Planned) -> int:

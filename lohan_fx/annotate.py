@@ -217,7 +217,7 @@ def _register_missing_formulas() -> None:
     for name, formula in missing.items():
         packet = getattr(torch.ops.aten, name, None)
         if packet is not None and packet not in flop_registry:
-            register_flop_formula(packet)(formula)
+            register_flop_formula(packet)(formula)  # type: ignore[arg-type]
 
 
 def flops_of(node: fx.Node) -> int:
@@ -502,7 +502,8 @@ def _made(node: fx.Node) -> dict[str, torch.Tensor]:
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):
         return {node.name: value}
-    return {g.name: g.meta["val"] for g in node.users if isinstance(g.meta.get("val"), torch.Tensor)}
+    taken = {g.name: g.meta.get("val") for g in node.users}
+    return {name: t for name, t in taken.items() if isinstance(t, torch.Tensor)}
 
 
 def _results(node: fx.Node, device: torch.device) -> list[tuple[str, int]]:

@@ -64,7 +64,7 @@ def compile(
     optimizer: torch.optim.Optimizer | None = None,
     strategy: str | Planner = "lohan",
     memory: Mapping[str, int | str] | None = None,
-    dtype: torch.dtype | None | Literal["auto"] = "auto",
+    dtype: torch.dtype | Literal["auto"] | None = "auto",
     outputs: Outputs = "auto",
     states: Literal["auto", "device", "host", "ssd"] = "auto",
     swap_to: Literal["auto", "host", "ssd"] = "auto",

@@ -418,6 +418,7 @@ def _normalize(
         made = env[value] if isinstance(value, fx.Node) else value
         returned.append(_own(graph, made, older) if out_role.kind == "gradient" else made)
     graph.output(tuple(returned))
+    _drop_aliases(graph)
     _drop_dead(graph)
     inputs = tuple(n.meta["role"] for n in graph.find_nodes(op="placeholder"))
     num_outputs = len(dynamo.output_values)
@@ -571,6 +572,14 @@ def _dropout_is_off(node: fx.Node) -> bool:
             value = node.kwargs.get("dropout_p", node.args[i] if i < len(node.args) else 0.0)
             return value == 0.0
     return False
+
+
+def _drop_aliases(graph: fx.Graph) -> None:
+    """Let ops read through ``detach`` and ``alias``: to them, these return what they are given."""
+    identities = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+    for node in graph.nodes:
+        if node.target in identities:
+            node.replace_all_uses_with(node.args[0], lambda user: user.op != "output")
 
 
 def _drop_dead(graph: fx.Graph) -> None:

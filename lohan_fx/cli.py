@@ -1,4 +1,4 @@
-"""The command line: ``lohan-fx profile | presets | report``."""
+"""The command line: ``lohan-fx profile | presets | report | models | plan | simulate | ablate``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from lohan_fx import __version__
+from lohan_fx import __version__, cli_plan
 from lohan_fx.errors import HardwareError, LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan
@@ -70,6 +70,9 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+cli_plan.add_to(app, _plain_messages, _print)
 
 
 @app.command()

@@ -39,8 +39,8 @@ from lohan_fx.runtime.executor import Executor
 from lohan_fx.runtime.lanes import Counters, Lanes
 from lohan_fx.runtime.op_timing import OpTimer
 from lohan_fx.runtime.ops import engines
-from lohan_fx.runtime.recording import Recorder
 from lohan_fx.runtime.optimizer import UnitOptimizer, check_supported
+from lohan_fx.runtime.recording import Recorder, Stamp
 from lohan_fx.runtime.scratch import update_scratch_bytes
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates
@@ -182,11 +182,11 @@ class CompiledModel:
                     f"parameter {name} is on the meta device: it has no data to train. Load or "
                     "initialize the model first"
                 )
-        managed = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
+        managed = (
+            {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
+        )
         self._trained = tuple(
-            name
-            for name, p in model.named_parameters()
-            if id(p) in managed and p.requires_grad
+            name for name, p in model.named_parameters() if id(p) in managed and p.requires_grad
         )
         self._state_layout = StateLayout(
             compute_dtype=options.dtype if optimizer is not None else None,
@@ -340,8 +340,10 @@ class CompiledModel:
                         mixed=self._state_layout.compute_dtype is not None,
                         device=self.options.device,
                     )
-                unit = dataclasses.replace(unit, update_scratch_bytes=self._scratch[key])
-            units.append(unit)
+                scratch = self._scratch[key]
+                units.append(dataclasses.replace(unit, update_scratch_bytes=scratch))
+            else:
+                units.append(unit)
         return dataclasses.replace(workload, units=tuple(units))
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Captured:
@@ -364,9 +366,7 @@ class CompiledModel:
     def _rewrite(self, captured: Captured, workload: Workload, plan: Plan) -> CompiledProgram:
         assert self.memory is not None
         memory = self.memory
-        rewrite = Rewrite(
-            captured=captured, workload=workload, plan=plan, layouts=self._layouts
-        )
+        rewrite = Rewrite(captured=captured, workload=workload, plan=plan, layouts=self._layouts)
         where: dict[Tier, Mapping[str, tuple[int, int]]] = {
             "host": footprint.host_slots(workload, plan),
             "ssd": footprint.ssd_slots(workload, plan),
@@ -380,9 +380,7 @@ class CompiledModel:
             )
             for v in rewrite.slots
         ]
-        engine = Engine(
-            slots, (), memory.states, memory.updater, memory.lanes, memory.store
-        )
+        engine = Engine(slots, (), memory.states, memory.updater, memory.lanes, memory.store)
         rewrite.run = engines.add(engine)
         PassManager(passes=pipeline(), verify=check_invariants)(rewrite)
         instructions = check_program(rewrite, self.options.budget.device_bytes)
@@ -514,9 +512,7 @@ class CompiledModel:
                 flat = executor.forward(inputs)
         else:
             named = dict(self.model.named_parameters(remove_duplicate=False))
-            wanted = [
-                r for r in executor.halves.backward_outputs if r.kind == "gradient"
-            ]
+            wanted = [r for r in executor.halves.backward_outputs if r.kind == "gradient"]
             sources = [named[r.target] if r.target else inputs[r.index] for r in wanted]
             flat = _Step.apply(executor, inputs, wanted, self._anchor, *sources)
         return executor.captured.unflatten(flat, args, kwargs)
@@ -557,7 +553,7 @@ class CompiledModel:
         if self.memory is None or self.memory.updater is None:
             return
         recorder = self.memory.lanes.recorder
-        began = 0.0
+        began: Stamp = 0.0
         if recorder is not None:
             recorder.phase = "optimizer"
             began = recorder.mark()
@@ -678,7 +674,12 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, executor: Executor, inputs: list[Any], wanted: Any, anchor: Tensor, *sources: Tensor
+        ctx: Any,
+        executor: Executor,
+        inputs: list[Any],
+        wanted: Any,
+        anchor: Tensor,
+        *sources: Tensor,
     ) -> Any:
         flat = executor.forward(inputs)
         ctx.executor = executor
@@ -693,7 +694,9 @@ class _Step(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *[v for i, v in enumerate(flat) if i not in chosen and isinstance(v, Tensor)]
         )
-        ctx.shapes = {i: (v.shape, v.stride(), v.dtype, v.device) for i in chosen for v in [flat[i]]}
+        ctx.shapes = {
+            i: (v.shape, v.stride(), v.dtype, v.device) for i in chosen for v in [flat[i]]
+        }
         return flat
 
     @staticmethod

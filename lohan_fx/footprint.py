@@ -78,9 +78,7 @@ def gradient_bytes_needed(
     own = [
         align(u.compute_bytes)
         for u in units
-        if u.trainable
-        and tiers[u.name] != "device"
-        and (schedule == "serial" or u.name in direct)
+        if u.trainable and tiers[u.name] != "device" and (schedule == "serial" or u.name in direct)
     ]
     rings = (gradient_ring(units, tiers, schedule, tier, direct) for tier in ("host", "ssd"))
     return sum(own) + sum(ring.total_bytes for ring in rings)

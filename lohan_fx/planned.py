@@ -20,9 +20,10 @@ from rich.table import Table
 from lohan_fx.bounds import Bound, step_bound
 from lohan_fx.errors import LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import Plan
+from lohan_fx.plan import TIERS, Plan
 from lohan_fx.planners import PlannerOptions
 from lohan_fx.planners.pareto import lower_bound
+from lohan_fx.planners.prediction import predicted_time
 from lohan_fx.program import Program, lower
 from lohan_fx.report import footprint_parts, memory_table, plan_table, render, short_bytes
 from lohan_fx.simulate import Simulation, simulate
@@ -123,9 +124,15 @@ class Planned:
 
     @cached_property
     def bound_s(self) -> float:
-        """Seconds that no plan undercuts, of whatever strategy, on this machine and budget."""
-        options = PlannerOptions(schedule=self.plan.schedule)
-        return lower_bound(self.workload, self.hw, self.budget, options)
+        """Seconds that no plan undercuts on this machine and budget, of whatever strategy, with
+        optimizer schedule "optimized"."""
+        return lower_bound(self.workload, self.hw, self.budget)
+
+    @property
+    def closed_form_s(self) -> float:
+        """T_iter of this plan by LoHan Eq. 1–7 and their extensions (`cost_model`)."""
+        options = PlannerOptions()
+        return predicted_time(self.workload, self.hw, options, self.plan, self.program).step_s
 
     @property
     def step_s(self) -> float:
@@ -159,6 +166,16 @@ class Planned:
             return self
         workload = retimed(self.workload, hw, self.compute_dtype)
         return replace(self, hw=hw, workload=workload)
+
+    def misfits(self) -> list[str]:
+        """Where the plan needs more memory than the machine has (after `on`)."""
+        have = {tier: getattr(self.hw, f"{tier}_bytes") for tier in TIERS}
+        return [
+            f"{self.model}, {self.plan.strategy}: needs {short_bytes(need)} of {tier} memory, and "
+            f"{self.hw.name} has {short_bytes(have[tier])}"
+            for tier in TIERS
+            if (need := self.simulation.peaks[tier]) > have[tier]
+        ]
 
     # -- output -----------------------------------------------------------------------------
 
@@ -269,10 +286,10 @@ def step_table(planned: Sequence[Planned]) -> Table:
         *((f"  {phase}", _phase_text(phase)) for phase in PHASES),
         ("  device waits for transfers", lambda p: seconds_text(p.simulation.exposed_transfer_s)),
         ("  its busiest resource alone", lambda p: _bound_text(p.busiest)),
-        ("closed form (LoHan Eq. 1–7)", lambda p: seconds_text(p.plan.prediction.step_s)),
+        ("closed form (LoHan Eq. 1–7)", lambda p: seconds_text(p.closed_form_s)),
         ("no plan is faster than", lambda p: seconds_text(p.bound_s)),
         ("gap to that", lambda p: f"{p.gap:.1%}"),
-        ("throughput", lambda p: f"{p.items_per_s:,.3g} {p.items}/s"),
+        ("throughput", lambda p: f"{rate_text(p.items_per_s)} {p.items}/s"),
         ("model FLOPs", lambda p: f"{p.flops_per_s / 1e12:,.1f} TFLOPS"),
         ("recomputed", lambda p: f"{p.plan.prediction.recompute_flops / 1e12:,.1f} TFLOP"),
         ("device to host", lambda p: short_bytes(p.simulation.traffic.d2h_bytes)),
@@ -283,6 +300,10 @@ def step_table(planned: Sequence[Planned]) -> Table:
     for what, cell in rows:
         table.add_row(what, *(cell(p) for p in planned))
     return table
+
+
+def rate_text(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _bound_text(bound: Bound) -> str:

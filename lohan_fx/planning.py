@@ -202,10 +202,12 @@ class Tracer:
                 if isinstance(error, CaptureError):
                     break
                 continue
-            names = " and ".join(r.path or "the model" for r in chosen)
-            blocks = " and ".join(str(r.num_blocks) for r in chosen)
-            few = " and ".join(f"{r.blocks_at(depth)}, {r.blocks_at(depth + 1)}" for r in chosen)
-            return found, f"{few} of the {blocks} blocks of {names}; the others are replicas"
+            parts = (
+                f"{r.blocks_at(depth)} and {r.blocks_at(depth + 1)} of the {r.num_blocks} blocks "
+                f"in {r.path or 'the model'}"
+                for r in chosen
+            )
+            return found, f"with {', '.join(parts)}; the others are replicas"
         return self._full(args, kwargs), f"in full: blocks could not be replicated ({reason})"
 
     def _deep(
@@ -426,7 +428,7 @@ def make_optimizer(
         return optimizer
     if isinstance(optimizer, str):
         known: dict[str, Callable[[Any], torch.optim.Optimizer]]
-        known = {cls.__name__.lower(): cls for cls in SUPPORTED}  # type: ignore[misc]
+        known = {cls.__name__.lower(): cls for cls in SUPPORTED}
         if optimizer.lower() not in known:
             raise LohanError(f"no optimizer {optimizer!r}: use one of {', '.join(known)}")
         return known[optimizer.lower()](parameters)
@@ -534,7 +536,7 @@ class _Request:
         )
 
     def largest_batch(self, tracer: Tracer, start: int | None) -> Planned:
-        """Double until it no longer fits, then halve the interval."""
+        """Grow fourfold until it no longer fits; then guess by what the failures need, or halve."""
         trials: dict[int, Trial] = {}
         plans: dict[int, Planned] = {}
         errors: dict[int, InsufficientMemoryError] = {}
@@ -550,11 +552,13 @@ class _Request:
 
         low, high = 0, start or 1
         while high <= MAX_BATCH and fits(high):
-            low, high = high, 2 * high
+            low, high = high, 4 * high
         if low == 0 and high == 1:
             raise errors[1]
-        while high - low > 1 and high <= MAX_BATCH:
-            middle = (low + high) // 2
+        for k in itertools.count():
+            if high - low <= 1 or high > MAX_BATCH:
+                break
+            middle = _next_batch(low, high, errors[high], halve=k % 3 == 2)
             low, high = (middle, high) if fits(middle) else (low, middle)
         if low == 0:
             raise errors[1]
@@ -617,6 +621,12 @@ def _built(model: Callable[[], Any]) -> tuple[nn.Module, Inputs | None]:
     if not isinstance(module, nn.Module):
         raise LohanError(f"the model's function returned {type(module).__name__}, no nn.Module")
     return module, inputs
+
+
+def _next_batch(low: int, high: int, error: InsufficientMemoryError, *, halve: bool) -> int:
+    """Between what fits and what does not: as if the need were in proportion to the batch."""
+    guess = (low + high) // 2 if halve else int(high * error.have_bytes / error.need_bytes)
+    return min(max(guess, low + 1), high - 1)
 
 
 def _first_line(error: Exception) -> str:

@@ -6,6 +6,7 @@ Nothing here knows torch; drawing needs matplotlib (the extra ``plots``).
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,7 @@ def swap_curve(
     found = search(workload, hw, budget, options, tiers)
     own = {v for layer in found.layers for v in layer.values}
     base = [v for v in workload.residuals if v not in own]
-    counts = {round(k * len(found.layers) / (num_points - 1)) for k in range(num_points)}
+    counts = _evenly([size for size, _ in found.points], num_points)
     points: list[tuple[int, float]] = []
     skipped = 0
     for count in sorted(counts):
@@ -73,6 +74,13 @@ def swap_curve(
         size = sum(workload.values[v].num_bytes for v in swapped)
         points.append((size, simulate(workload, plan, hw).step_s))
     return SwapCurve(points=tuple(points), closed_form=found.points, num_skipped=skipped)
+
+
+def _evenly(sizes: Sequence[int], count: int) -> set[int]:
+    """Indices of about `count` sizes, first and last included, at even distances."""
+    step = (sizes[-1] - sizes[0]) / max(1, count - 1)
+    wanted = (sizes[0] + k * step for k in range(count))
+    return {min(range(len(sizes)), key=lambda i: abs(sizes[i] - size)) for size in wanted}
 
 
 def activation_peak_bytes(planned: Planned) -> int:
@@ -104,8 +112,8 @@ def plot_swaps(ablation: Ablation, path: str | Path) -> None:
         for row in rows:
             x, y = (row.swapped_bytes or 0) / GIB, row.step_s
             axes.plot([x], [y], "*", color=color, markersize=12, markeredgecolor="black")
-            text = f" {marks[row.case.strategy]}"
-            axes.annotate(text, (x, y), fontsize=7)
+            text = marks[row.case.strategy]
+            axes.annotate(text, (x, y), (5, 5), textcoords="offset points", fontsize=8)
     axes.set_xlabel("activations swapped, A_G2M (GiB)")
     axes.set_ylabel("time of one step (s)")
     key = "   ".join(f"{mark} {name}" for name, mark in marks.items())

@@ -181,12 +181,8 @@ def regions_of(workload: Workload, plan: Plan) -> tuple[Region, ...]:
                 "made by ops that cannot be run again: keep or swap them"
             )
         made = {v for i in ops for v in workload.ops[i].writes}
-        reads = tuple(
-            dict.fromkeys(v for i in ops for v in workload.ops[i].reads if v not in made)
-        )
-        found.append(
-            Region(name=name, anchor=anchors[name], wanted=wanted, ops=ops, reads=reads)
-        )
+        reads = tuple(dict.fromkeys(v for i in ops for v in workload.ops[i].reads if v not in made))
+        found.append(Region(name=name, anchor=anchors[name], wanted=wanted, ops=ops, reads=reads))
         have |= set(wanted)
     return tuple(found)
 
@@ -351,9 +347,7 @@ class _Lowering:
         for unit in self.workload.units:
             for first, _, name in self.windows.get(unit.name, ()):
                 self.before[first].append(
-                    Instruction(
-                        kind="wait_unit", name=name, phase=self.phase(first), reads=(name,)
-                    )
+                    Instruction(kind="wait_unit", name=name, phase=self.phase(first), reads=(name,))
                 )
 
     def _host_views(self) -> None:
@@ -546,12 +540,12 @@ def lower(workload: Workload, plan: Plan) -> Program:
     return _Lowering(workload, plan).lower()
 
 
-def _steps(program: Program) -> Iterator[tuple[int, Instruction, bool]]:
-    """(instruction index, instruction or body op, whether a body op), in execution order."""
+def _steps(program: Program) -> Iterator[tuple[int, Instruction]]:
+    """(instruction index, instruction or op of its body), in execution order."""
     for k, instruction in enumerate(program.instructions):
         for inner in instruction.body:
-            yield k, inner, True
-        yield k, instruction, False
+            yield k, inner
+        yield k, instruction
 
 
 def residency(program: Program) -> Residency:
@@ -562,9 +556,7 @@ def residency(program: Program) -> Residency:
     """
     steps = list(_steps(program))
     last: dict[str, int] = {}
-    first_of: dict[int, int] = {}
-    for s, (k, instruction, inner) in enumerate(steps):
-        first_of.setdefault(k, s)
+    for s, (_, instruction) in enumerate(steps):
         for name, _ in instruction.births:
             last[name] = s
         for name in instruction.reads:
@@ -578,7 +570,7 @@ def residency(program: Program) -> Residency:
     peak_step = -1
     at_peak: dict[str, int] = {}
     series = [program.static_bytes] * len(program.instructions)
-    for s, (k, instruction, _) in enumerate(steps):
+    for s, (k, instruction) in enumerate(steps):
         for name, size in instruction.births:
             if name not in alive:
                 alive[name] = size

@@ -126,9 +126,7 @@ class Workload:
 
     @cached_property
     def num_forward_ops(self) -> int:
-        return next(
-            (i for i, op in enumerate(self.ops) if op.phase == "backward"), len(self.ops)
-        )
+        return next((i for i, op in enumerate(self.ops) if op.phase == "backward"), len(self.ops))
 
     @cached_property
     def op_index(self) -> Mapping[str, int]:
@@ -192,9 +190,7 @@ class Workload:
         return frozenset(
             v
             for v in self.residuals
-            if any(
-                self.ops[i].block != self.values[v].block for i in self.users[v] if i < n
-            )
+            if any(self.ops[i].block != self.values[v].block for i in self.users[v] if i < n)
         )
 
     def recompute_ops(

@@ -81,11 +81,13 @@ def _blocked(t: Tensor) -> int:
 
 
 def _reordered(x: Tensor) -> int:
-    """Bytes of an input's copy in that layout; images of at most 4 channels are read as they are."""
+    """Bytes of an input's copy in that layout; up to 4 channels are read as they are."""
     return 0 if x.shape[1] <= 4 else _blocked(x)
 
 
-def _num_positions(x: Tensor, padding: list[int], dilation: list[int], kernel: Any, stride: Any) -> int:
+def _num_positions(
+    x: Tensor, padding: list[int], dilation: list[int], kernel: Any, stride: Any
+) -> int:
     return math.prod(
         (n + 2 * p - d * (k - 1) - 1) // s + 1
         for n, p, d, k, s in zip(x.shape[2:], padding, dilation, kernel, stride, strict=True)
@@ -93,8 +95,14 @@ def _num_positions(x: Tensor, padding: list[int], dilation: list[int], kernel: A
 
 
 def _convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], transposed: bool, *_: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    *_: Any,
 ) -> int:
     """Input, weight and result in oneDNN's layout; the plain result is made at the end."""
     if transposed or not torch.backends.mkldnn.enabled:
@@ -106,8 +114,15 @@ def _convolution(
 
 
 def _convolution_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Any, stride: list[int], padding: list[int],
-    dilation: list[int], transposed: bool, *rest: Any,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Any,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    *rest: Any,
 ) -> int:
     """Two kernels in turn, each with copies of what it reads and makes in oneDNN's layout."""
     if transposed or not torch.backends.mkldnn.enabled:

@@ -69,8 +69,9 @@ def step_of(model: nn.Module, kwargs: Mapping[str, Any], name: str) -> Step:
 def step(name: str) -> Step:
     """The step of a model in `tests.models`."""
     model, kwargs = make(name)
-    if hasattr(model, "config"):
-        model.config.use_cache = False  # caches are outputs that live to the step's end
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.use_cache = False  # caches are outputs that live to the step's end
     return step_of(model, kwargs, name)
 
 

@@ -338,9 +338,7 @@ EXAMPLES: Mapping[str, Example] = {
     "shared": Example(build=Shared, inputs=_rows, loss=_identity),
     "unused": Example(build=Unused, inputs=_rows, loss=_identity),
     "tuple": Example(build=TupleOutput, inputs=_rows, loss=_first),
-    "dict": Example(
-        build=DictOutput, inputs=lambda: {"x": torch.randn(6, 16)}, loss=_outside_loss
-    ),
+    "dict": Example(build=DictOutput, inputs=lambda: {"x": torch.randn(6, 16)}, loss=_outside_loss),
     "dataclass": Example(build=DataclassOutput, inputs=_rows, loss=_loss_attribute),
     "leaf": Example(build=MLP, inputs=_leaf_rows, loss=_identity),
 }

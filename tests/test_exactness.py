@@ -8,6 +8,7 @@ bytes that its plan says.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from lohan_fx.runtime.ssd import IoCounters
 from lohan_fx.workload import Workload
 from tests.models import EXAMPLES, loss_of, make
 from tests.training import (
+    NUM_STEPS,
     Squeezed,
     assert_identical,
     cpu_hardware,
@@ -99,9 +101,7 @@ def pairwise(factors: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
 
 
 PAIRS = [Case(*row) for row in (*pairwise(FACTORS), *pairwise(OTHER_FACTORS))]
-PRODUCT = [
-    Case(*row) for row in itertools.product(*{**FACTORS, "strategy": names()}.values())
-]
+PRODUCT = [Case(*row) for row in itertools.product(*{**FACTORS, "strategy": names()}.values())]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -254,6 +254,48 @@ def test_gradients_accumulate_over_micro_batches(
     made.lohan.close()
 
 
+@pytest.mark.parametrize("states", FACTORS["states"])
+def test_mixed_precision_equals_masters_by_hand(
+    states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bf16 compute, fp32 masters: what a user would write, with PyTorch's fused AdamW."""
+    masters, inputs = make("mlp")
+    compute = copy.deepcopy(masters).bfloat16()
+    plain = torch.optim.AdamW(masters.parameters(), lr=1e-3, fused=True)
+    remember_captures(monkeypatch, "mlp")
+    model, _ = make("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    made = lohan_fx.compile(
+        model,
+        hw=hw,
+        optimizer=optimizer,
+        dtype=torch.bfloat16,
+        strategy="swap-all",
+        states=states,  # type: ignore[arg-type]
+        swap_to="ssd",
+    )
+    assert isinstance(made, LohanModule)
+    for seed in range(NUM_STEPS):
+        with torch.no_grad():
+            for p, c in zip(masters.parameters(), compute.parameters(), strict=True):
+                c.copy_(p)
+        torch.manual_seed(seed)
+        wanted = compute(inputs["x"].bfloat16(), inputs["y"])
+        wanted.backward()
+        for p, c in zip(masters.parameters(), compute.parameters(), strict=True):
+            assert c.grad is not None
+            p.grad, c.grad = c.grad.float(), None
+        plain.step()
+        torch.manual_seed(seed)
+        found = made(**inputs)
+        found.backward()
+        optimizer.step()
+        assert identical(found.detach(), wanted.detach())
+        pairs = zip(made.parameters(), masters.parameters(), strict=True)
+        assert all(identical(a, b) for a, b in pairs)
+    made.lohan.close()
+
+
 # -- what the cases are made of ----------------------------------------------------------------
 
 
@@ -315,7 +357,8 @@ def test_states_of_one_model_in_all_tiers(
     assert isinstance(made, LohanModule)
     made.lohan.prepare(**inputs)
     assert {u.tier for u in made.plan.units.values()} == {"device", "host", "ssd"}
-    assert made.plan.count("swap", "host") and made.plan.count("swap", "ssd")
+    assert made.plan.count("swap", "host")
+    assert made.plan.count("swap", "ssd")
     for seed, wanted in enumerate(eager("gpt2", "adamw")):
         meter = Meter(made)
         assert_identical(step("gpt2", made, inputs, seed, training.step), wanted)

@@ -22,8 +22,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import lohan_fx
 from lohan_fx.api import LohanModule
-from lohan_fx.planners import PlannerOptions, names
-from lohan_fx.workspace import workspace_bytes
 from tests.models import BasicBlock
 from tests.training import Squeezed, cpu_hardware, remember_captures, training_of
 
@@ -51,7 +49,8 @@ def measure(run: Callable[[], object]) -> Measured:
                 sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
             collect(event.children)
 
-    assert prof.profiler is not None and prof.profiler.kineto_results is not None
+    assert prof.profiler is not None
+    assert prof.profiler.kineto_results is not None
     collect(prof.profiler.kineto_results.experimental_event_tree())
     now = peak = 0
     for _, size in sorted(sizes, key=lambda item: item[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,9 +74,7 @@ def test_every_transfer_of_the_program_has_its_spans(
     model, timeline = recorded
     kinds = ("offload", "prefetch", "fetch_unit", "emit_gradients")
     wanted = {
-        (i.kind, i.name)
-        for i in model.lohan.program().instructions.instructions
-        if i.kind in kinds
+        (i.kind, i.name) for i in model.lohan.program().instructions.instructions if i.kind in kinds
     }
     links = [*timeline.by_lane["h2d"], *timeline.by_lane["d2h"]]
     assert {(s.kind, s.name) for s in links} == wanted
@@ -99,7 +98,7 @@ def test_spans_lie_within_the_step_and_know_their_phase(
 def test_the_compute_lane_has_no_overlaps(recorded: tuple[LohanModule, Timeline]) -> None:
     _, timeline = recorded
     gpu = timeline.by_lane["gpu"]
-    assert all(a.end_s <= b.start_s for a, b in zip(gpu, gpu[1:], strict=False))
+    assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(gpu))
 
 
 def test_nothing_is_recorded_outside_of_the_block(tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ def assert_same_weights(model: nn.Module, wanted: Snapshot) -> None:
     """Parameters and buffers are those after the step `wanted`."""
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     wrong = [k for k, t in found.items() if not identical(t, wanted.tensors[k])]
-    assert found and not wrong
+    assert found
+    assert not wrong
 
 
 def cpu_hardware(directory: Path, **changes: Any) -> HardwareProfile:
@@ -151,9 +152,7 @@ class Squeezed:
     ) -> Plan:
         def peak(action: Action) -> int:
             actions = dict.fromkeys(workload.residuals, action)
-            choices = Choices(
-                actions=actions, unit_tiers=unit_tiers(workload, hw, budget, options)
-            )
+            choices = Choices(actions=actions, unit_tiers=unit_tiers(workload, hw, budget, options))
             made = draft(workload, hw, budget, options, choices, "probe", keep_tiny=False)
             return made.memory.peak_bytes
 

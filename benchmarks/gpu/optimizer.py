@@ -8,6 +8,8 @@ Parameters per second over chunks and threads, on one unit of 79M parameters.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,9 +19,8 @@ from lohan_fx.runtime.optimizer import UnitOptimizer
 NUM_PARAMS = 79_000_000 // 2048 * 2048
 
 
-def rate(call: object, repeats: int = 4) -> float:
+def rate(call: Callable[[], None], repeats: int = 4) -> float:
     """Gparam/s of `call`, after one warm-up."""
-    assert callable(call)
     call()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -37,16 +38,12 @@ def main() -> None:
     copy = torch.empty(NUM_PARAMS, dtype=torch.bfloat16)
     for threads in (8, 16):
         torch.set_num_threads(threads)
-        whole = UnitOptimizer(
-            optimizer, [parameter], prefer_fused=True, chunk_elements=NUM_PARAMS
-        )
-        plain = rate(lambda: whole.step([master], [gradient], [state]))
+        whole = UnitOptimizer(optimizer, [parameter], prefer_fused=True, chunk_elements=NUM_PARAMS)
+        plain = rate(partial(whole.step, [master], [gradient], [state]))
         row = [f"{threads} threads: fp32 whole {plain:.2f}"]
         for chunk in (None, 2**19, 2**21, 2**22, 2**23):
-            unit = UnitOptimizer(
-                optimizer, [parameter], prefer_fused=True, chunk_elements=chunk
-            )
-            mixed = rate(lambda: unit.step_mixed([master], [half], [state], [copy]))
+            unit = UnitOptimizer(optimizer, [parameter], prefer_fused=True, chunk_elements=chunk)
+            mixed = rate(partial(unit.step_mixed, [master], [half], [state], [copy]))
             row.append(f"mixed chunk {chunk} {mixed:.2f}")
         print("; ".join(row), "Gparam/s", flush=True)
 

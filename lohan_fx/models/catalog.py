@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 Family = Literal["gpt", "dit"]
 
 FAMILIES: Mapping[Family, str] = {
-    "gpt": "decoder-only language models of LoHan, Table IV",
-    "dit": "diffusion transformers of LoHan, Table VI (512 x 512 images)",
+    "gpt": "LoHan, Table IV",
+    "dit": "LoHan, Table VI",
 }
 
 _SEQUENCE: Mapping[Family, int] = {"gpt": 1024, "dit": 1024}

@@ -9,8 +9,11 @@ from torch import Tensor, nn
 VOCABULARY = 50257
 """LoHan §V-A."""
 
-CHUNK_TOKENS = 2048
-"""Tokens whose logits are there at once."""
+NUM_CHUNKS = 16
+"""Most chunks of tokens whose logits are made one after another."""
+
+CHUNK_TOKENS = 1024
+"""Fewest tokens of a chunk."""
 
 
 class Block(nn.Module):
@@ -53,8 +56,9 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = x.new_zeros((), dtype=torch.float32)
     scale = 1.0 / targets.numel()
+    size = max(CHUNK_TOKENS, -(-targets.numel() // NUM_CHUNKS))
     d_x, d_weight = [], torch.zeros_like(weight)
-    for chunk, wanted in zip(x.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
+    for chunk, wanted in zip(x.split(size), targets.split(size), strict=True):
         log_p = F.log_softmax((chunk @ weight.t()).float(), dim=-1)
         total = total + F.nll_loss(log_p, wanted, reduction="sum") * scale
         hot = wanted[:, None]

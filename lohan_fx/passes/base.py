@@ -17,7 +17,7 @@ from lohan_fx.annotate import UnitLayout, is_getitem, is_view
 from lohan_fx.capture import Captured
 from lohan_fx.errors import LohanError, VerificationError
 from lohan_fx.plan import Plan, Tier
-from lohan_fx.program import Kind, Region, regions_of
+from lohan_fx.program import Kind, Program, Region, lower, regions_of
 from lohan_fx.workload import Workload
 
 _ORDER: tuple[Kind, ...] = (
@@ -65,10 +65,11 @@ class Rewrite:
 
     `run` is the number under which the runtime registers the engine. `nodes` are the captured
     graph's nodes by name: values and ops have their nodes' names. `slots` numbers the swapped
-    residuals and `units` the units; `handles` are the releases that prefetches follow.
+    residuals and `units` the units; `handles` are the releases that prefetches follow. `program`
+    is what the passes must arrive at: the plan, lowered.
 
     Raises:
-        PlanError: the plan does not fit the workload.
+        PlanError: the plan does not fit the workload, or contradicts itself.
     """
 
     captured: Captured
@@ -77,6 +78,7 @@ class Rewrite:
     layouts: tuple[UnitLayout, ...]
     run: int = 0
     module: fx.GraphModule = field(init=False)
+    program: Program = field(init=False)
     regions: tuple[Region, ...] = field(init=False)
     nodes: dict[str, fx.Node] = field(init=False)
     slots: dict[str, int] = field(init=False)
@@ -84,6 +86,7 @@ class Rewrite:
     handles: dict[str, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.program = lower(self.workload, self.plan)
         self.captured = self.captured.clone()
         self.module = self.captured.graph
         self.regions = regions_of(self.workload, self.plan)

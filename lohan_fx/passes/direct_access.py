@@ -13,7 +13,7 @@ from torch import fx
 from lohan_fx.annotate import UnitLayout
 from lohan_fx.passes.base import Mark, Rewrite, replace_uses
 from lohan_fx.passes.parameters import flat_values, parameter_inputs, positions
-from lohan_fx.program import host_view_name, lower
+from lohan_fx.program import host_view_name
 from lohan_fx.runtime import ops
 from lohan_fx.workload import Phase
 
@@ -32,7 +32,7 @@ class DirectAccess:
         position = positions(rewrite)
         read_bytes = {
             x.name: x.num_bytes
-            for x in lower(rewrite.workload, rewrite.plan).instructions
+            for x in rewrite.program.instructions
             if x.kind == "host_view"
         }
         for layout in direct:

@@ -97,9 +97,7 @@ def _write(rewrite: Rewrite, name: str, gradients: list[fx.Node | None]) -> None
         tokens.append(token)
     assert decision.emit_after is not None
     mark = Mark(kind="emit_gradients", name=name, key=key, tier=decision.tier)
-    rewrite.insert_after(
-        decision.emit_after, ops.emit_written, (tokens, rewrite.run, key), mark
-    )
+    rewrite.insert_after(decision.emit_after, ops.emit_written, (tokens, rewrite.run, key), mark)
 
 
 def _is_of(gradient: fx.Node, value: str) -> bool:

@@ -28,9 +28,8 @@ from lohan_fx.annotate import device_bytes, is_view, storage_bytes
 from lohan_fx.capture import is_random, op_name
 from lohan_fx.errors import InsufficientMemoryError, VerificationError
 from lohan_fx.passes.base import Mark, Rewrite
-from lohan_fx.program import Instruction, Program, lower, recomputed, reload_of, residency
+from lohan_fx.program import Instruction, Program, recomputed, reload_of, residency
 from lohan_fx.workload import Phase
-
 
 # ---------------------------------------------------------------------------------------------
 # Invariants
@@ -261,7 +260,7 @@ class _Reader:
 
 
 def check_program(rewrite: Rewrite, budget_bytes: int | None = None) -> Program:
-    """Hold the finished graph equal to the lowering of its plan; check its peak.
+    """Hold the finished graph equal to the plan's program; check its peak.
 
     Returns the program. `budget_bytes` is the device budget (None: unlimited).
 
@@ -269,7 +268,7 @@ def check_program(rewrite: Rewrite, budget_bytes: int | None = None) -> Program:
         VerificationError: the graph and the plan disagree; names the first difference.
         InsufficientMemoryError: the program needs more than the budget.
     """
-    program = lower(rewrite.workload, rewrite.plan)
+    program = rewrite.program
     wanted = tuple(shown(instruction) for instruction in program.instructions)
     found = read_back(rewrite)
     if wanted != found:

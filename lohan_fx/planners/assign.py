@@ -19,6 +19,9 @@ Assignment = Mapping[str, Option]
 _OVER_BUDGET = 1e3
 """What exceeding a budget by all of it costs, in steps: more than any time that it can save."""
 
+_FIRST_MOVES = 16
+"""So many of the cheapest moves are tried as the first of a pair."""
+
 _FROM_THE_START: Mapping[Option, int] = {
     # Copies of what is made first have the longest time; what is made last is kept shortest.
     "ssd": 0,
@@ -131,9 +134,9 @@ class Improver:
         return np.where(x[self.moves[:, 0]] > 0, values, np.inf)
 
     def _pair(self, x: Ints, totals: Floats, cost: float, values: Floats, now: float) -> list[int]:
-        """Two moves that gain together; the first is among the 40 cheapest."""
+        """Two moves that gain together; the first is among the cheapest."""
         best, found = now - 1e-9, []
-        for first in np.argsort(values, kind="stable")[:40]:
+        for first in np.argsort(values, kind="stable")[:_FIRST_MOVES]:
             if not np.isfinite(values[first]):
                 break
             j, k = self.moves[first]

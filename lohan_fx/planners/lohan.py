@@ -10,7 +10,13 @@ from lohan_fx.cost_model import CostOptions
 from lohan_fx.errors import InsufficientMemoryError, format_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Action, Plan, Tier
-from lohan_fx.planners.algorithm1 import SwapSearch, overflow, search, swap_room
+from lohan_fx.planners.algorithm1 import (
+    SwapSearch,
+    by_benefit,
+    overflow,
+    search,
+    swap_room,
+)
 from lohan_fx.planners.keep import keep_greedily, overlap_reserve
 from lohan_fx.planners.prediction import predicted_time
 from lohan_fx.planners.recompute_cost import layers_of
@@ -19,8 +25,8 @@ from lohan_fx.planners.schedule import (
     Choices,
     Draft,
     device_error,
-    draft,
     finish_draft,
+    lean_draft,
     must_save,
     tiny_residuals,
 )
@@ -104,14 +110,9 @@ class _Search:
         self.resident = tiny | overflow(w, room, saved - tiny)
 
     def draft(self, actions: dict[str, Action], *, keep_tiny: bool = True) -> Draft:
-        """Regions are blocks; if those do not fit, smaller ones that cost no more."""
         choices = Choices(actions=actions, unit_tiers=self.tiers)
-        args = (self.workload, self.hw, self.budget, self.options)
-        name = self.strategy.name
-        made = draft(*args, choices, name, keep_tiny=keep_tiny)
-        if self.fits(made):
-            return made
-        return draft(*args, cut(self.workload, choices, keep_tiny), name, keep_tiny=keep_tiny)
+        args = (self.workload, self.hw, self.budget, self.options, choices, self.strategy.name)
+        return lean_draft(*args, keep_tiny=keep_tiny)
 
     def fits(self, made: Draft, limit: int | None = None) -> bool:
         return made.memory.peak_bytes <= (self.budget.device_bytes if limit is None else limit)
@@ -164,7 +165,7 @@ class _Search:
         first = self.actions(found.swapped, self.resident)
         yield "", lambda: self.draft(first)
         yield (
-            "regions whose working set exceeds the device are swapped instead",
+            "regions whose working set exceeds the device are swapped in part",
             lambda: self.relieve(first),
         )
         swap: dict[str, Action] = dict.fromkeys(residuals, "swap")
@@ -187,14 +188,21 @@ class _Search:
         yield "block inputs are made again: no tier has room for them", lambda: self.draft(remade)
 
     def relieve(self, actions: dict[str, Action]) -> Draft:
-        """Swap the members of every region that stands where memory is exceeded."""
+        """Swap one member of every region that stands where memory is exceeded, until it is not.
+
+        The member with the highest offloading benefit goes first; it cuts its region in two
+        (`split_regions`) where that helps most.
+        """
+        remade = [v for v, action in actions.items() if action == "recompute"]
+        order = by_benefit(layers_of(self.workload, remade), self.options)
+        rank = {v: k for k, layer in enumerate(order) for v in layer.values}
         made = self.draft(actions)
         while not self.fits(made):
             over = set()
             for region in made.regions:
                 end = max(self.workload.users[v][-1] for v in region.wanted)
                 if made.load[region.anchor : end + 1].max() > self.budget.device_bytes:
-                    over |= set(region.wanted)
+                    over.add(min(region.wanted, key=rank.__getitem__))
             if not over:
                 break
             actions = {v: "swap" if v in over else a for v, a in actions.items()}

@@ -286,7 +286,11 @@ class Model:
         if not end:
             return ()
         copies = np.zeros(end + 1)
+        scratch = np.zeros(end)
         for unit in self.workload.units:
+            if "device" in self.groups[self.group_of[unit.name]].options:
+                at = self._emits.get(unit.name, 0)
+                scratch[at] = max(scratch[at], self._scratch_at(unit.name, at))
             for a, b in self._runs[unit.name]:
                 copies[a] += unit.compute_bytes
                 copies[b + 1] -= unit.compute_bytes
@@ -294,7 +298,16 @@ class Model:
         backward = sorted({n, *self.windows.backward, end})
         forward = sorted({*self.windows.forward, n})
         spans = [*pairwise(backward), *list(pairwise(forward))[-3:]]
-        return tuple(sorted({a + int(np.argmax(load[a:b])) for a, b in spans if b > a}))
+        return tuple(
+            sorted(
+                {
+                    a + int(np.argmax(size[a:b]))
+                    for a, b in spans
+                    if b > a
+                    for size in (load, load + scratch)
+                }
+            )
+        )
 
     def memory_row(self, op: int) -> MemoryRow:
         """The bytes at one op (say, where a draft exceeded the budget)."""
@@ -315,6 +328,9 @@ class Model:
             columns = slice(int(self.start[g]), int(self.start[g + 1]))
             least[columns] = (table - sure[:, None]).min(axis=0)
             mean[columns] = (table - sure[:, None]).mean(axis=0)
+            if group.kind == "unit" and "device" in group.options:
+                scratch = sum(self._scratch_at(m, op) for m in group.members)
+                mean[columns.start + group.options.index("device")] += scratch / len(group.members)
         row = MemoryRow(
             op=op,
             base=float(self._alive[0][op]) + sure_bytes,
@@ -324,6 +340,12 @@ class Model:
         )
         self._memory[op] = row
         return row
+
+    def _scratch_at(self, unit: str, op: int) -> int:
+        """What a unit's update on the device needs at an op; it runs right after the emission."""
+        if self.schedule == "serial" or self._emits.get(unit) != op:
+            return 0
+        return self.workload.unit_by_name[unit].update_scratch_bytes
 
     def _bytes_at(self, kind: str, member: str, option: Option, op: int) -> float:
         if kind == "residual":

@@ -109,14 +109,14 @@ class Effort:
         nodes: most nodes of branch and bound in a trial at the budget itself.
     """
 
-    reserves: tuple[float, ...] = (1.0, 0.5, 2.0, 0.0, 4.0)
+    reserves: tuple[float, ...] = (1.0, 0.0, 0.5, 2.0, 4.0)
     device_rungs: int = 4
     host_rungs: int = 2
-    ladder: int = 16
+    ladder: int = 8
     assignments: int = 40_000
     simulations: int = 1_000
     polish: int = 60
-    nodes: int = 40
+    nodes: int = 12
 
     @classmethod
     def of(cls, workload: Workload) -> Effort:
@@ -125,7 +125,7 @@ class Effort:
         if ops <= 150:
             return cls()
         if ops <= 1_000:
-            return cls(ladder=6, assignments=0, polish=20, nodes=8)
+            return cls(ladder=6, assignments=0, polish=20, nodes=4)
         if ops <= 4_000:
             return cls(reserves=(1.0, 0.5, 2.0), ladder=2, assignments=0, polish=0, nodes=1)
         reserves = (1.0, 2.0)
@@ -360,9 +360,9 @@ class _Search:
 
     def own_plans(self) -> None:
         """The integer program at this budget, with several shares of it left to copies."""
-        for share in self.effort.reserves:
-            reserve = int(share * self.reserve_bytes)
-            self.try_budget(self.budget, reserve, self.budget, self.effort.nodes)
+        for k, share in enumerate(self.effort.reserves):
+            nodes = self.effort.nodes if k < 2 else 1
+            self.try_budget(self.budget, int(share * self.reserve_bytes), self.budget, nodes)
 
     @property
     def reserve_bytes(self) -> int:

@@ -19,6 +19,7 @@ from lohan_fx.plan import Action, FetchWindow, Plan, ResidualPlan, Tier, UnitPla
 from lohan_fx.planners.lanes import Load
 from lohan_fx.planners.overlap import extend
 from lohan_fx.planners.prediction import predict
+from lohan_fx.planners.regions import split_regions
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.planners.tiers import check_capacity, swap_tiers
 from lohan_fx.planners.windows import emit_points, region_reads, unit_runs, unit_uses
@@ -46,7 +47,8 @@ class Choices:
         actions: residual → "keep", "swap" or "recompute"; every residual must be there.
         unit_tiers: unit → tier; every unit must be there.
         swap_tiers: swapped residual → "host" or "ssd"; by `tiers.swap_tiers` if None.
-        regions: recomputed residual → name of its region; the residual's block if None.
+        regions: recomputed residual → name of its region; if None, the residual's block, or
+            smaller regions where blocks do not fit (`lean_draft`).
         modes: unit → how ops read it, "fetch" if it is not there; no matter for device units.
         direct_gradients: units whose gradients the device writes to the host by itself.
     """
@@ -276,6 +278,31 @@ def draft(
     )
 
 
+def lean_draft(
+    workload: Workload,
+    hw: HardwareProfile,
+    budget: MemoryBudget,
+    options: PlannerOptions,
+    choices: Choices,
+    strategy: str,
+    *,
+    keep_tiny: bool = True,
+) -> Draft:
+    """`draft`; where regions are not chosen and blocks are too large for the device, smaller ones.
+
+    Raises: as `draft`.
+    """
+    args = (workload, hw, budget, options)
+    made = draft(*args, choices, strategy, keep_tiny=keep_tiny)
+    if choices.regions is not None or made.memory.peak_bytes <= budget.device_bytes:
+        return made
+    names = split_regions(workload, settle(workload, choices.actions, keep_tiny=keep_tiny))
+    if all(name == workload.values[v].block for v, name in names.items()):
+        return made
+    parted = draft(*args, replace(choices, regions=names), strategy, keep_tiny=keep_tiny)
+    return min(made, parted, key=lambda d: d.memory.peak_bytes)
+
+
 def device_error(memory: Residency, budget: MemoryBudget, strategy: str) -> InsufficientMemoryError:
     """The error for a plan whose shortest windows exceed the device budget."""
     static = ("inputs, buffers, device-resident units", memory.static_bytes)
@@ -309,9 +336,9 @@ def finish(
         PlanError: the choices do not match the workload.
         InsufficientMemoryError: a tier is too small even with the shortest windows.
     """
-    made = draft(workload, hw, budget, options, choices, strategy)
+    made = lean_draft(workload, hw, budget, options, choices, strategy)
     if made.memory.peak_bytes > budget.device_bytes:
-        made = draft(workload, hw, budget, options, choices, strategy, keep_tiny=False)
+        made = lean_draft(workload, hw, budget, options, choices, strategy, keep_tiny=False)
     return finish_draft(made, hw, budget, options, notes)
 
 

@@ -21,8 +21,8 @@ from lohan_fx.planners.schedule import (
     Draft,
     UnitMode,
     device_error,
-    draft,
     finish,
+    lean_draft,
     must_save,
 )
 from lohan_fx.planners.tiers import unit_tiers
@@ -84,8 +84,8 @@ class Setting:
         """
         choices = self.choices(found, access)
         args = (self.workload, self.hw, self.budget, self.options, choices, self.name)
-        made = draft(*args)
-        return made if self.fits(made) else draft(*args, keep_tiny=False)
+        made = lean_draft(*args)
+        return made if self.fits(made) else lean_draft(*args, keep_tiny=False)
 
     def fits(self, made: Draft) -> bool:
         return made.memory.peak_bytes <= self.budget.device_bytes

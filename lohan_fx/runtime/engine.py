@@ -92,7 +92,7 @@ class _Loan:
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
-    storage_offset: int
+    storage_offset: int | torch.SymInt
     copied: Ticket
     written: Ticket | None
     loaded: Ticket | None = None
@@ -189,11 +189,7 @@ class Engine:
             )
         self._resume(began)
         whole = loan.num_bytes // loan.dtype.itemsize * loan.dtype.itemsize
-        return (
-            flat[:whole]
-            .view(loan.dtype)
-            .as_strided(loan.size, loan.stride, loan.storage_offset)
-        )
+        return flat[:whole].view(loan.dtype).as_strided(loan.size, loan.stride, loan.storage_offset)
 
     def wait(self, slot: int) -> None:
         loaded = self._loans.pop(slot).loaded
@@ -232,7 +228,9 @@ class Engine:
         self.lanes.count(h2d_bytes=num_bytes)
         return views_of(self.states.reachable(states), states.layout.slices)
 
-    def write_gradient(self, gradients: Sequence[Tensor], unit: int, indices: Sequence[int]) -> None:
+    def write_gradient(
+        self, gradients: Sequence[Tensor], unit: int, indices: Sequence[int]
+    ) -> None:
         assert self.updater is not None
         self.updater.write(unit, gradients, indices)
 
@@ -256,7 +254,9 @@ class Engine:
         assert self.updater is not None
         began = self._pause()
         self.updater.release(unit)
-        self._resume(began, self.lanes.label("release_gradients", self.states.units[unit].unit.name))
+        self._resume(
+            began, self.lanes.label("release_gradients", self.states.units[unit].unit.name)
+        )
 
     # -- recording --------------------------------------------------------------------------
 

@@ -106,7 +106,13 @@ class Executor:
         self, pending: Pending, tangents: Mapping[int, Tensor]
     ) -> dict[tuple[str, int], Tensor]:
         """Run backward. Returns the gradients that the program did not consume itself, by
-        (parameter name, -1) or ("", input index)."""
+        (parameter name, -1) or ("", input index).
+
+        Raises:
+            StepError: the saved tensors or the model are gone.
+        """
+        if self.engine.lanes.closed:
+            raise StepError("the compiled model was closed or deleted: its backward cannot run")
         saved = pending.take()
         self.pending = None
         assert self.halves.backward is not None

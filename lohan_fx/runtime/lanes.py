@@ -122,7 +122,7 @@ class Lane:
                 if self.stream is not None:
                     event = torch.cuda.Event()
                     event.record(self.stream)
-            except BaseException as error:  # whoever waits for the ticket gets it
+            except BaseException as error:  # noqa: BLE001 - whoever waits for the ticket gets it
                 del job
                 ticket.fail(error)
             else:
@@ -138,7 +138,7 @@ def storage_of(tensor: Tensor) -> Tensor:
     """The whole storage behind a tensor as flat uint8, without a copy."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload,no-any-return]
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 @dataclass
@@ -174,6 +174,7 @@ class Lanes:
         self.device = device
         self.staging = staging
         self.counters = Counters()
+        self.closed = False
         self.recorder: Recorder | None = None
         self._count_lock = threading.Lock()
         self._cuda = device.type == "cuda"
@@ -298,7 +299,7 @@ class Lanes:
             except BaseException:
                 self.staging.release(buffer)
                 raise
-            write.add_done_callback(lambda _, b=buffer: self.staging.release(b))  # type: ignore[union-attr,misc]
+            write.add_done_callback(lambda _, b=buffer: self.staging.release(b))  # type: ignore[misc]
             writes.append(write)
 
     def from_ssd(
@@ -395,6 +396,7 @@ class Lanes:
 
     def close(self) -> None:
         """Finish all transfers and join the threads."""
+        self.closed = True
         if self.staging is not None:
             self.staging.close()
         self.d2h.close()

@@ -59,9 +59,7 @@ class Recorder:
         event.record()
         return event
 
-    def add(
-        self, lane: Lane, label: Label, start: Stamp, end: Stamp, num_bytes: int = 0
-    ) -> None:
+    def add(self, lane: Lane, label: Label, start: Stamp, end: Stamp, num_bytes: int = 0) -> None:
         with self._lock:
             self._raw.append(_Raw(lane, label, start, end, num_bytes))
 

@@ -17,7 +17,6 @@ import functools
 import heapq
 import itertools
 import math
-import itertools
 import mmap
 import os
 import re
@@ -354,7 +353,7 @@ class IoPool:
         error: BaseException | None = None
         try:
             task()
-        except BaseException as caught:
+        except BaseException as caught:  # noqa: BLE001 - the future has it
             error = caught
         del task
         with self._lock:

@@ -20,8 +20,7 @@ from lohan_fx.annotate import Slice, StateLayout, UnitLayout
 from lohan_fx.errors import LohanError
 from lohan_fx.footprint import align
 from lohan_fx.plan import Tier
-from lohan_fx.runtime._memory import forget_pages
-from lohan_fx.runtime._memory import tensor_over
+from lohan_fx.runtime._memory import forget_pages, tensor_over
 from lohan_fx.runtime.arena import Arena, Region
 from lohan_fx.runtime.optimizer import UnitOptimizer, pull_initial_state, release_state
 from lohan_fx.runtime.ssd import StripedFile
@@ -225,9 +224,7 @@ class ModelStates:
                 states.optimizer.load_scalar_state(initial.scalars)
                 release_state(optimizer, states.parameters)
         dtype = states.parameters[0].dtype
-        states.visible = next(
-            (f for f in (flats.master, flats.compute) if f.dtype == dtype), None
-        )
+        states.visible = next((f for f in (flats.master, flats.compute) if f.dtype == dtype), None)
         self._expose(states)
 
     def _expose(self, states: UnitStates) -> None:
@@ -297,9 +294,7 @@ class ModelStates:
             ):
                 if scalars is not None:
                     entry = {name: torch.tensor(value) for name, value in scalars.items()}
-                    entry.update(
-                        {n: moments[n][i] for n in states.optimizer.state_names(i)}
-                    )
+                    entry.update({n: moments[n][i] for n in states.optimizer.state_names(i)})
                     optimizer.state[p] = entry
 
     def resident_views(self) -> dict[str, Tensor]:

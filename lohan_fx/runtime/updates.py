@@ -146,7 +146,9 @@ class Updater:
         buffer = self._buffers[index]
         flat = buffer[: states.unit.compute_bytes].view(states.layout.copy_dtype)
         written = self._written.setdefault(index, {})
-        for i, view in enumerate(views_of(on_device(flat, self._lanes.device), states.layout.slices)):
+        for i, view in enumerate(
+            views_of(on_device(flat, self._lanes.device), states.layout.slices)
+        ):
             if i in indices:
                 gradient = gradients[indices.index(i)]
                 view.copy_(gradient)
@@ -319,9 +321,7 @@ class Updater:
         else:
             write.result()
 
-    def _step(
-        self, states: UnitStates, flats: Flats, gradients: Sequence[Tensor | None]
-    ) -> None:
+    def _step(self, states: UnitStates, flats: Flats, gradients: Sequence[Tensor | None]) -> None:
         self._begun.append(states.unit.name)
         slices = states.layout.slices
         optimizer = states.optimizer

@@ -1,0 +1,300 @@
+"""A deep workload from two shallow ones equals the one of a full trace, or there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from lohan_fx.depth import Repetition, cut, repetitions
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.models import named
+from lohan_fx.planning import Tracer, make_tracer
+from lohan_fx.replicate import NotRepeatedError, _Name, extrapolate
+from lohan_fx.workload import Workload
+from tests.toys import (
+    WIDTH,
+    Block,
+    Counted,
+    Everything,
+    Gate,
+    Pair,
+    Skips,
+    Toy,
+    meta,
+    rows,
+    toy,
+)
+from tests.workloads import gpt_workload
+
+HW = HardwareProfile.preset("rtx4090-12xp5510")
+
+
+def full(model: nn.Module, *inputs: Any) -> Workload:
+    return make_tracer(model, inputs, hw=HW, full_trace=True).workload().workload
+
+
+def assert_same(found: Workload, wanted: Workload) -> None:
+    """All of it; first what says most when it fails."""
+    assert [op.name for op in found.ops] == [op.name for op in wanted.ops]
+    assert found.ops == wanted.ops
+    assert found.units == wanted.units
+    assert found.values == wanted.values
+    assert list(found.residuals) == list(wanted.residuals)
+    assert found == wanted
+
+
+def check(tracer: Tracer, batch: int | None = None) -> str:
+    """Trace with replication and in full; returns how the former was made."""
+    traced = tracer.workload(batch)
+    tracer.full_trace = True
+    tracer._found.clear()
+    assert_same(traced.workload, tracer.workload(batch).workload)
+    return traced.how
+
+
+# -- names -----------------------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from(["mm", "conv2d", "_to_copy", "lift_fresh_copy", "view_as_real"]),
+    st.integers(0, 200),
+    st.sampled_from(["", "_r1", ".3"]),
+)
+def test_names_of_nodes_come_back(stem: str, number: int, result: str) -> None:
+    text = stem + (f"_{number}" if number else "") + result
+    name = _Name.parse(text, "node")
+    assert name.render(name.numbers) == text
+    deeper = [n + 7 if k == name.template[: name.template.rindex("_{}")].count("{}") else n
+              for k, n in enumerate(name.numbers)]
+    assert name.render(deeper) == f"{stem}_{number + 7}{result}"
+
+
+@pytest.mark.parametrize("text", ["blocks.0", "blocks.11@2", "h.3@14", "transformer"])
+def test_names_of_blocks_come_back(text: str) -> None:
+    name = _Name.parse(text, "block")
+    assert name.render(name.numbers) == text
+
+
+def test_a_first_node_has_no_number() -> None:
+    second = _Name.parse("mm_1", "node")
+    assert second.render([0]) == "mm"
+    assert _Name.parse("lifted_tensor_0", "node").render([0]) == "lifted_tensor_0"
+    with pytest.raises(NotRepeatedError, match="below zero"):
+        second.render([-1])
+
+
+# -- equal to the full trace -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt-13b", "dit-0.67b"])
+def test_named_models_with_12_blocks(name: str) -> None:
+    tracer = make_tracer(replace(named(name), layers=12), hw=HW)
+    how = check(tracer, 2)
+    assert how == "with 2 and 3 of the 12 blocks in blocks; the others are replicas"
+
+
+def test_transformers_with_a_cache_of_keys() -> None:
+    """Constants, buffers, a list of keys and values among the outputs."""
+    config = LlamaConfig(
+        num_hidden_layers=6,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=64,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = meta(lambda: LlamaForCausalLM(config))
+    ids = torch.empty(2, 8, dtype=torch.long, device="meta")
+    how = check(make_tracer(model, {"input_ids": ids, "labels": ids}, hw=HW))
+    assert "2 and 3 of the 6 blocks in model.layers" in how
+
+
+@pytest.mark.slow
+def test_encoder_and_decoder_of_t5() -> None:
+    """The first block of each is of its own kind: it has the table of positions."""
+    config = T5Config(
+        num_layers=6,
+        d_model=32,
+        d_ff=48,
+        d_kv=16,
+        num_heads=2,
+        vocab_size=64,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    model = meta(lambda: T5ForConditionalGeneration(config))
+    ids = torch.empty(2, 8, dtype=torch.long, device="meta")
+    how = check(make_tracer(model, {"input_ids": ids, "labels": ids}, hw=HW))
+    assert "encoder.block" in how or "decoder.block" in how
+
+
+def alternating() -> nn.Module:
+    return Toy([Block() if i % 3 else Gate() for i in range(15)])
+
+
+def special_ends() -> nn.Module:
+    return Toy([Gate(), Block(3), *(Block() for _ in range(9)), Gate()])
+
+
+def with_dropout() -> nn.Module:
+    return Toy([Block(drop=0.1) for _ in range(8)]).train()
+
+
+def frozen() -> nn.Module:
+    model = toy(8)
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+    return model
+
+
+def tied() -> nn.Module:
+    model = toy(9)
+    for block in model.blocks:
+        block.up.weight = model.blocks[0].up.weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "blocks"),
+    [
+        (alternating, "6 and 9 of the 15"),
+        (special_ends, "5 and 6 of the 12"),
+        (with_dropout, "2 and 3 of the 8"),
+        (frozen, "2 and 3 of the 8"),
+        (tied, "2 and 3 of the 9"),
+    ],
+)
+def test_toys(build: Callable[[], nn.Module], blocks: str) -> None:
+    assert blocks in check(make_tracer(meta(build), rows(), hw=HW))
+
+
+def test_two_containers() -> None:
+    model = meta(lambda: Pair(12, 14))
+    how = check(make_tracer(model, (rows(), rows()), hw=HW))
+    assert "of the 12 blocks in encoder" in how
+    assert "of the 14 blocks in decoder" in how
+
+
+def test_without_optimizer_and_on_a_cpu() -> None:
+    """Gradients are outputs then, and CPU kernels have workspaces."""
+    cpu = HW.replace(device_kind="cpu")
+    check(make_tracer(meta(lambda: toy(7)), rows(), hw=HW, optimizer=None))
+    tracer = make_tracer(meta(lambda: toy(7)), rows(), hw=cpu)
+    check(tracer)
+    assert any(op.scratch_bytes for op in tracer.workload().workload.ops)
+
+
+@given(st.integers(2, 5), st.booleans(), st.booleans())
+def test_hand_made_workloads(depth: int, tied: bool, dropout: bool) -> None:
+    """Names of another style: numbers inside of words, none at the end."""
+    small, large, deep = (
+        replace(gpt_workload(n, tied=tied, dropout=dropout), name="gpt")
+        for n in (depth, depth + 1, depth + 9)
+    )
+    assert_same(extrapolate(small, large, 8), deep)
+    assert_same(extrapolate(small, large, 0), large)
+
+
+# -- what is not replicated ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: Everything(8), "could not be replicated"),
+        (lambda: Counted(8), "could not be replicated"),
+        (lambda: Toy([Block(k) for k in range(1, 9)]), "too few blocks repeat"),
+        (lambda: toy(3), "too few blocks repeat"),
+        (lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.GELU(), nn.Linear(4, 1)), "too few"),
+    ],
+)
+def test_others_are_traced_in_full_and_it_says_so(
+    model: Callable[[], nn.Module], reason: str
+) -> None:
+    how = check(make_tracer(meta(model), rows(), hw=HW))
+    assert how.startswith("in full: ")
+    assert reason in how
+
+
+def test_mirrored_skips_are_exact_either_way() -> None:
+    check(make_tracer(meta(lambda: Skips(6)), rows(), hw=HW))
+
+
+def test_workloads_of_different_models_do_not_mix() -> None:
+    a, b = full(meta(lambda: toy(2)), rows()), full(meta(lambda: toy(3)), rows(8))
+    with pytest.raises(NotRepeatedError):
+        extrapolate(a, b, 3)
+    with pytest.raises(NotRepeatedError, match="fewer inputs"):
+        extrapolate(full(meta(lambda: toy(3)), rows()), a, 3)
+    with pytest.raises(NotRepeatedError, match="not of one model"):
+        extrapolate(a, replace(a, name="other"), 3)
+
+
+# -- containers ------------------------------------------------------------------------------
+
+
+def test_repetitions_of_a_model() -> None:
+    assert repetitions(meta(special_ends)) == (
+        Repetition(path="blocks", before=2, period=1, count=9, after=1),
+    )
+    assert repetitions(meta(alternating)) == (
+        Repetition(path="blocks", before=0, period=3, count=5, after=0),
+    )
+    assert repetitions(meta(lambda: toy(3))) == ()
+
+
+def numbered() -> nn.Module:
+    model = toy(6)
+    for i, block in enumerate(model.blocks):
+        block.index = i
+    return model
+
+
+def differing() -> nn.Module:
+    model = toy(6)
+    for i, block in enumerate(model.blocks):
+        block.rate = 0.1 * i
+    return model
+
+
+def hooked() -> nn.Module:
+    model = toy(6)
+    model.blocks[2].register_forward_hook(lambda *_: None)
+    return model
+
+
+def test_what_makes_blocks_differ() -> None:
+    assert repetitions(meta(numbered))[0].count == 6
+    assert repetitions(meta(differing)) == ()
+    assert repetitions(meta(hooked)) == ()
+    evaluated = meta(lambda: toy(6))
+    evaluated.blocks[3].eval()  # type: ignore[union-attr, index, operator]
+    assert repetitions(evaluated) == ()
+
+
+def test_cutting_is_undone() -> None:
+    model = meta(special_ends)
+    before = [name for name, _ in model.named_parameters()]
+    (found,) = repetitions(model)
+
+    def inside() -> None:
+        with cut(model, {found: 2}):
+            kinds = [type(b).__name__ for b in model.blocks]  # type: ignore[union-attr]
+            assert kinds == ["Gate", "Block", "Block", "Block", "Gate"]
+            assert list(model.blocks._modules) == ["0", "1", "2", "3", "4"]  # type: ignore[union-attr]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        inside()
+    assert [name for name, _ in model.named_parameters()] == before
