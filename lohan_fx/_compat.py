@@ -160,10 +160,9 @@ class DynamoCapture:
         for node, actual in zip(
             self.module.graph.find_nodes(op="placeholder"), self.inputs, strict=True
         ):
-            value = node.meta["example_value"]
-            if isinstance(actual, torch.Tensor) and not isinstance(actual, FakeTensor):
-                if version_of(value) > 0:
-                    return node
+            real = isinstance(actual, torch.Tensor) and not isinstance(actual, FakeTensor)
+            if real and version_of(node.meta["example_value"]) > 0:
+                return node
         return None
 
 

@@ -415,9 +415,7 @@ def annotate(
 def _num_tokens(graph: fx.Graph) -> int:
     """Elements of the largest integer input (token ids); without one, rows of the largest."""
     inputs = [
-        n.meta["val"]
-        for n in graph.find_nodes(op="placeholder")
-        if n.meta["role"].kind == "input"
+        n.meta["val"] for n in graph.find_nodes(op="placeholder") if n.meta["role"].kind == "input"
     ]
     if not inputs:
         return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import logging
 import operator
 import re
@@ -159,22 +160,29 @@ def _check_memory(model: nn.Module) -> None:
 
     They get new memory in the tiers; whatever shared the old one would silently part from them.
     """
-    held: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    spans: list[tuple[int, int, int, str]] = []
     for name, t in tensors.items():
-        if _compat.is_wrapper_subclass(t) or t.layout != torch.strided:
-            raise CaptureError(f"{name} is a {type(t).__name__} ({t.layout}), not a plain tensor")
-        start = t.storage_offset() * t.element_size()
-        span = sum((n - 1) * k for n, k in zip(t.shape, t.stride(), strict=True)) + 1
-        end = start + (span * t.element_size() if t.numel() else 0)
-        for first, last, other, u in held.setdefault(_compat.storage_key(t), []):
-            trains = any(isinstance(x, nn.Parameter) and x.requires_grad for x in (t, u))
-            if trains and start < last and first < end:
-                raise CaptureError(
-                    f"parameters {other} and {name} are different tensors over the same memory: "
-                    "tie them by assigning one Parameter under both names"
-                )
-        held[_compat.storage_key(t)].append((start, end, name, t))
+        _check_plain(name, t)
+        if t.numel():
+            last = sum((n - 1) * k for n, k in zip(t.shape, t.stride(), strict=True))
+            start = t.storage_offset() * t.element_size()
+            end = start + (last + 1) * t.element_size()
+            spans.append((_compat.storage_key(t), int(start), int(end), name))
+    for (key, _, end, a), (other, start, _, b) in itertools.pairwise(sorted(spans)):
+        trains = any(
+            isinstance(tensors[n], nn.Parameter) and tensors[n].requires_grad for n in (a, b)
+        )
+        if key == other and start < end and trains:
+            raise CaptureError(
+                f"{a} and {b} are different tensors over the same memory: tie parameters by "
+                "assigning one Parameter under both names"
+            )
+
+
+def _check_plain(name: str, t: torch.Tensor) -> None:
+    if _compat.is_wrapper_subclass(t) or t.layout != torch.strided:
+        raise CaptureError(f"{name} is a {type(t).__name__} ({t.layout}), not a plain tensor")
 
 
 def _check_dynamo(model: nn.Module, dynamo: _compat.DynamoCapture) -> None:
@@ -193,13 +201,23 @@ def _check_dynamo(model: nn.Module, dynamo: _compat.DynamoCapture) -> None:
             f"forward of {type(model).__name__} writes into {node.name} in place, a tensor that "
             "is neither an input nor registered with a module: make it a buffer"
         )
-    changed = [s for s in dynamo.side_effects if re.fullmatch(r"L\['\w+'\](\._modules\[.*\])?", s)]
+    changed = [
+        _module_of(source) or "the model itself"
+        for source in dynamo.side_effects
+        if re.fullmatch(r"L\['\w+'\](\._modules\['\w+'\])*", source)
+        and not type(model.get_submodule(_module_of(source))).__module__.startswith("torch.")
+    ]
     if changed:
         logger.warning(
             "lohan_fx: forward sets attributes of %s: that happens while tracing, not in every "
             "step. State that must change in every step belongs into a buffer, written in place",
             ", ".join(changed),
         )
+
+
+def _module_of(source: str) -> str:
+    """The module that Dynamo's name of a source is about: ``L['self']._modules['a']`` → ``a``."""
+    return ".".join(re.findall(r"_modules\['([^']+)'\]", source))
 
 
 @contextlib.contextmanager
@@ -261,6 +279,7 @@ def _fake_inputs(
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        _check_plain("an input", leaf)
         to = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
         with mode:
             empty = torch.empty_strided(leaf.size(), leaf.stride(), dtype=to, device=device)
@@ -293,9 +312,7 @@ def _differentiable(
         losses = [i for i in scalars if names.get(i) == "loss"]
         return tuple(losses or scalars or wants)
     if isinstance(outputs, str):
-        raise CaptureError(
-            f"outputs={outputs!r}: use 'auto', 'all', or a sequence of output names"
-        )
+        raise CaptureError(f"outputs={outputs!r}: use 'auto', 'all', or a sequence of output names")
     chosen = [i for i in wants if names.get(i) in set(outputs)]
     missing = set(outputs) - {names.get(i) for i in chosen}
     if missing:
@@ -307,9 +324,7 @@ def _differentiable(
     return tuple(chosen)
 
 
-def _top_level_names(
-    dynamo: _compat.DynamoCapture, arguments: tuple[Any, ...]
-) -> dict[int, str]:
+def _top_level_names(dynamo: _compat.DynamoCapture, arguments: tuple[Any, ...]) -> dict[int, str]:
     """Flat output index → key, attribute or position at the top of the returned structure."""
     marks = tuple(torch.empty(0) for _ in dynamo.output_values)
     built = dynamo.unflatten(marks, arguments)
@@ -505,7 +520,7 @@ def _check_buffers(model: nn.Module, captured: Captured, side_effects: Sequence[
             )
     read = {r.target for r in captured.inputs if r.kind == "buffer"}
     for source in (s for s in side_effects if s.endswith(("._buffers", "._parameters"))):
-        path = ".".join(re.findall(r"_modules\['([^']+)'\]", source))
+        path = _module_of(source)
         prefix = f"{path}." if path else ""
         own = {prefix + name for name in model.get_submodule(path)._buffers}
         written = own & changed and not own & read - changed  # in place, and assigned to itself
@@ -543,19 +558,16 @@ class _Unflatten:
     rebuild: Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
     keywords: tuple[str, ...]
 
-    def __call__(
-        self, flat: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def __call__(self, flat: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.rebuild(flat, (*args, *(kwargs[name] for name in self.keywords)))
 
 
 def _phase(node: fx.Node) -> str:
     if node.op == "placeholder":
-        return "backward" if isinstance(node.meta.get("desc"), _compat.TangentAOTInput) else (
-            "forward"
-        )
-    tag = str(node.meta.get("partitioner_tag", "is_forward"))
-    return "backward" if "backward" in tag else "forward"
+        backward = isinstance(node.meta.get("desc"), _compat.TangentAOTInput)
+    else:
+        backward = "backward" in str(node.meta.get("partitioner_tag"))
+    return "backward" if backward else "forward"
 
 
 def is_random(node: fx.Node) -> bool:
@@ -570,7 +582,7 @@ def _dropout_is_off(node: fx.Node) -> bool:
     for i, a in enumerate(schema.arguments if schema else ()):
         if a.name == "dropout_p":
             value = node.kwargs.get("dropout_p", node.args[i] if i < len(node.args) else 0.0)
-            return value == 0.0
+            return bool(value == 0.0)
     return False
 
 

@@ -470,9 +470,9 @@ class CompiledModel:
         rings["staging"] = footprint.staging_of(workload, plan)
         buffers = {name: (r.count, r.total_bytes) for name, r in rings.items() if r.count}
         for unit in workload.units:
-            if unit.trainable and tiers[unit.name] != "device":
-                if plan.schedule == "serial" or unit.name in direct:
-                    buffers[f"gradients of {unit.name}"] = (1, unit.compute_bytes)
+            own = plan.schedule == "serial" or unit.name in direct
+            if own and unit.trainable and tiers[unit.name] != "device":
+                buffers[f"gradients of {unit.name}"] = (1, unit.compute_bytes)
         return memory.grow_buffers(buffers)
 
     def _connect(self, memory: Memory, workload: Workload, plan: Plan) -> None:

@@ -22,6 +22,9 @@ from lohan_fx.annotate import block_paths
 
 _INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 
+_KEPT = 4
+"""Periods that replication needs to see."""
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -44,7 +47,7 @@ class Repetition:
         return self.before + count * self.period + self.after
 
 
-def repetitions(model: nn.Module, *, at_least: int = 4) -> tuple[Repetition, ...]:
+def repetitions(model: nn.Module, *, at_least: int = _KEPT + 1) -> tuple[Repetition, ...]:
     """What repeats at least `at_least` times in the model's containers of blocks."""
     shared = Counter(
         id(p) for m in model.modules() for p in (*m._parameters.values(), *m._buffers.values())
@@ -63,7 +66,7 @@ def repetitions(model: nn.Module, *, at_least: int = 4) -> tuple[Repetition, ...
 
 
 def _longest(path: str, kinds: Sequence[int]) -> Repetition | None:
-    """The repetition that leaves the fewest children once it is cut to three periods."""
+    """The repetition that leaves the fewest children once it is cut to `_KEPT` periods."""
     best: Repetition | None = None
     for period in range(1, len(kinds) // 2 + 1):
         start = 0
@@ -78,7 +81,7 @@ def _longest(path: str, kinds: Sequence[int]) -> Repetition | None:
                 count=count,
                 after=len(kinds) - start - count * period,
             )
-            if count > 1 and (best is None or found.blocks_at(3) < best.blocks_at(3)):
+            if count > 1 and (best is None or found.blocks_at(_KEPT) < best.blocks_at(_KEPT)):
                 best = found
     return best
 

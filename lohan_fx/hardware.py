@@ -435,9 +435,10 @@ def _lohan_server(gpu_name: str, num_ssds: int) -> HardwareProfile:
     # LoHan §III-C: 213 GB of activations leave the GPU in 10 s, over PCIe 4 x16. These GB are
     # GiB: the "12.5 GB" of block inputs beside them are 40 x 32 x 1024 x 5120 x 2 bytes.
     link_bytes_per_s = 22.8e9
-    # The most that the P5510's data sheet has for any capacity (3.84 TB: 6.5 and 3.4). 13B, batch
-    # 64 with 1/2/3 SSDs (70.3 / 111.7 / 136.3 TFLOPS) asks for that at least: docs/papers.md.
-    ssd = {"read_bytes_per_s": 7.0e9, "write_bytes_per_s": 4.2e9}
+    # The P5510's data sheet has up to 7.0 GB/s read and 4.2 write (3.84 TB: 6.5 and 3.4). Inferred
+    # as what bends least from LoHan's 13B, batch 64 with 1/2/3 SSDs (70.3 / 111.7 / 136.3
+    # TFLOPS), which asks for more with one SSD and for less with three: docs/papers.md.
+    ssd = {"read_bytes_per_s": 7.0e9, "write_bytes_per_s": 4.1e9}
     # 12 SSDs share the host's PCIe. Inferred from LoHan §III-C: reading 182 GB of model states
     # and writing as many takes 13 s, and the SSD lane is simplex: 182/32 + 182/26.5 = 12.6 s.
     # 13B at batch 8 asks for less (26 GB/s on average), 175B at batch 8 for more (33 GB/s).

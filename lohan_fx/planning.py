@@ -48,7 +48,7 @@ DEFAULT_STRATEGY = "lohan"
 MAX_BATCH = 2**20
 """Where a search for the largest batch gives up."""
 
-_DEPTHS = (2, 3)
+_DEPTHS = (3, 4)
 """Periods of the shallower of two traces; the second one if the first does not settle it."""
 
 
@@ -194,9 +194,12 @@ class Tracer:
         if not chosen:
             return self._full(args, kwargs), "in full: too few blocks repeat to leave any out"
         reason = ""
+        known: dict[tuple[int, ...], Workload] = {}
         for depth in _DEPTHS:
+            if depth >= min(r.count for r in chosen):
+                break
             try:
-                found = self._deep(chosen, depth, args, kwargs)
+                found = self._deep(chosen, depth, args, kwargs, known)
             except (NotRepeatedError, CaptureError) as error:
                 reason = str(error).splitlines()[0]
                 if isinstance(error, CaptureError):
@@ -216,18 +219,20 @@ class Tracer:
         depth: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        known: dict[tuple[int, ...], Workload],
     ) -> Workload:
         """One container after another: depth, depth + 1 → all, for every depth of the others."""
 
-        @functools.cache
-        def traced(*counts: int) -> Workload:
-            with cut(self.model, dict(zip(chosen, counts, strict=True))):
-                return self._full(args, kwargs)
+        def traced(counts: tuple[int, ...]) -> Workload:
+            if counts not in known:
+                with cut(self.model, dict(zip(chosen, counts, strict=True))):
+                    known[counts] = self._full(args, kwargs)
+            return known[counts]
 
         def deep(counts: tuple[int, ...]) -> Workload:
             k = len(counts)
             if k == len(chosen):
-                return traced(*counts)
+                return traced(counts)
             small, large = (deep((*counts, n)) for n in (depth, depth + 1))
             return extrapolate(small, large, chosen[k].count - depth - 1)
 
@@ -270,7 +275,7 @@ class Tracer:
 
 def _worth_cutting(found: Sequence[Repetition]) -> tuple[Repetition, ...]:
     """The repetitions whose replication traces the fewest blocks; none if that saves nothing."""
-    found = sorted(found, key=lambda r: r.num_blocks - r.blocks_at(3), reverse=True)
+    found = sorted(found, key=lambda r: r.num_blocks - r.blocks_at(_DEPTHS[0]), reverse=True)
     whole = sum(r.num_blocks for r in found)
     best: tuple[Repetition, ...] = ()
     least = whole
@@ -278,7 +283,7 @@ def _worth_cutting(found: Sequence[Repetition]) -> tuple[Repetition, ...]:
         chosen, rest = found[:k], found[k:]
         few = sum(
             sum(r.blocks_at(n) for r, n in zip(chosen, counts, strict=True))
-            for counts in itertools.product((2, 3), repeat=k)
+            for counts in itertools.product((_DEPTHS[0], _DEPTHS[0] + 1), repeat=k)
         )
         cost = few + 2**k * sum(r.num_blocks for r in rest)
         if cost < least:

@@ -139,7 +139,9 @@ def program_lines(rewrite: Rewrite) -> Iterator[str]:
         yield from _op_lines(node, "  ", {}, layer)
     flat: Any = graph.output_node().args[0]
     roles = zip(flat, rewrite.captured.outputs, strict=True)
-    returned = [f"{_role(role)} {_argument(value, {})}" for value, role in roles if value is not None]
+    returned = [
+        f"{_role(role)} {_argument(value, {})}" for value, role in roles if value is not None
+    ]
     yield from _lines("  ", f"return {', '.join(returned) or 'nothing'}")
 
 
@@ -241,8 +243,7 @@ def _results(node: fx.Node) -> list[fx.Node | None]:
 
 def _assigned(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     return ", ".join(
-        "_" if result is None else names.get(result, f"%{result.name}")
-        for result in _results(node)
+        "_" if result is None else names.get(result, f"%{result.name}") for result in _results(node)
     )
 
 

@@ -265,8 +265,7 @@ class _Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).reshape(batch, length, hidden))
-        x = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-        return x
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
 def _block_flops_per_s(meter: _Meter, dtype: torch.dtype) -> float:
@@ -316,7 +315,7 @@ def _link_bytes_per_s(meter: _Meter) -> tuple[float, float, float]:
     h2d_s = meter.seconds(h2d, cap_s=0.6)
     d2h_s = meter.seconds(d2h, cap_s=0.6)
     if meter.on_cuda:
-        streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+        streams = [torch.cuda.Stream() for _ in range(2)]
 
         def both() -> None:
             for stream, copy in zip(streams, (h2d, d2h), strict=True):

@@ -229,10 +229,31 @@ def _stretch(
     first, last = max(len(b) - back, period), front
     if first > last:
         raise NotRepeatedError(f"no period of {period} {what} repeats twice")
-    found = _cut(small, large, copies, first, period)
-    if first != last and _cut(small, large, copies, last, period) != found:
-        raise NotRepeatedError(f"numbers in the names of {what} do not grow evenly")
-    return found
+    steady = _steady(large, period)
+    for at in range(first, last + 1):
+        if all(steady[at - period : at]):
+            return _cut(small, large, copies, at, period)
+    raise NotRepeatedError(f"no period of {period} {what} repeats three times in equal steps")
+
+
+def _steady(items: Sequence[_Item], period: int) -> list[bool]:
+    """For each item whether it is one of three in a row, a period apart, whose numbers grow
+    evenly: next to the first and the last block there may be one that is like the others but for
+    the distance to what it reads."""
+    end = len(items) - period
+    steps = [
+        _minus(items[p + period].numbers, items[p].numbers)
+        if items[p].signature == items[p + period].signature
+        else None
+        for p in range(end)
+    ]
+
+    def even(p: int) -> bool:
+        if p < 0 or p + period >= end or steps[p] is None:
+            return False
+        return steps[p] == steps[p + period]
+
+    return [even(p) or even(p - period) for p in range(len(items))]
 
 
 def _cut(
@@ -271,12 +292,12 @@ def extrapolate(small: Workload, large: Workload, copies: int) -> Workload:
 
     Args:
         small: of a model that is one period (a block, or a few that alternate) shallower.
-        large: with at least two periods that are alike, better three.
+        large: with at least three periods that are alike.
 
     Raises:
         NotRepeatedError: the two do not determine the deep one.
     """
-    if small.name != large.name or small.num_tokens != large.num_tokens:
+    if replace(small, ops=(), values={}, units=()) != replace(large, ops=(), values={}, units=()):
         raise NotRepeatedError("the two workloads are not of one model and batch")
     inputs = [
         row
@@ -302,12 +323,11 @@ def extrapolate(small: Workload, large: Workload, copies: int) -> Workload:
     for row in units:
         _add(named, row, Unit)
     _check_units(values, named)
-    return Workload(
-        name=large.name,
+    return replace(
+        large,
         ops=tuple(ops.values()),
         values=values,
         units=tuple(named.values()),
-        num_tokens=large.num_tokens,
     )
 
 

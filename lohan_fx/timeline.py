@@ -292,16 +292,16 @@ class Timeline:
         lines = [f"{self.name}: step {_ms(end - start)} ms ({', '.join(parts)})"]
         head = ["lane", "busy ms", "idle ms", "exposed ms", *PHASES]
         rows = [head]
-        for lane in LANES:
-            rows.append(
-                [
-                    lane,
-                    _ms(self.busy_s(lane)),
-                    _ms(self.idle_s(lane)),
-                    "-" if lane == "gpu" else _ms(self.exposed_s(lane)),
-                    *(_share(self.busy_s(lane, p), self.window(p)) for p in PHASES),
-                ]
-            )
+        rows += [
+            [
+                lane,
+                _ms(self.busy_s(lane)),
+                _ms(self.idle_s(lane)),
+                "-" if lane == "gpu" else _ms(self.exposed_s(lane)),
+                *(_share(self.busy_s(lane, p), self.window(p)) for p in PHASES),
+            ]
+            for lane in LANES
+        ]
         lines += _table(rows)
         moved = self.traffic
         lines.append(
@@ -348,7 +348,7 @@ class Difference:
 
     @property
     def ratio(self) -> float:
-        """b / a in seconds; 1.0 if both are zero, infinite if only a is."""
+        """Seconds of b over those of a; 1.0 if both are zero, infinite if only a is."""
         if self.a_s:
             return self.b_s / self.a_s
         return float("inf") if self.b_s else 1.0

@@ -119,9 +119,7 @@ class Runner:
     def __init__(self, step: Step) -> None:
         self.step = step
         model = step.model
-        self.parameters = {
-            n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)
-        }
+        self.parameters = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
         self.inputs = pytree.tree_leaves(((), dict(step.kwargs)))
         self.tangents: dict[int, Tensor] = {}

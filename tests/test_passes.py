@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from lohan_fx.annotate import is_view
+from lohan_fx.annotate import annotate, is_view
+from lohan_fx.capture import capture
 from lohan_fx.errors import PlanError, VerificationError
 from lohan_fx.passes import PassManager, Rewrite, pipeline
 from lohan_fx.passes.direct_access import DirectAccess
@@ -31,7 +32,7 @@ from lohan_fx.planners import Choices, PlannerOptions
 from lohan_fx.planners.random_policy import RandomPolicy
 from lohan_fx.printing import program_lines
 from lohan_fx.program import lower
-from tests.captured import BUDGET, HW, Step, step, step_of
+from tests.captured import BUDGET, HW, STATES, Step, step, step_of
 from tests.models import EXAMPLES
 from tests.poison import Runner, assert_same
 
@@ -267,7 +268,14 @@ class Returning(nn.Module):
         h = self.a(x).tanh()
         made = torch.tensor([1.0, 2.0, 3.0])
         loss = (h * made * self.b).exp().sum()
-        return {"loss": loss, "h": h, "w": self.a.weight.t(), "x": x.t(), "b": self.b[:2], "m": made}
+        return {
+            "loss": loss,
+            "h": h,
+            "w": self.a.weight.t(),
+            "x": x.t(),
+            "b": self.b[:2],
+            "m": made,
+        }
 
 
 TRICKY: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
@@ -354,10 +362,6 @@ def test_each_half_keeps_only_what_it_needs() -> None:
 
 
 def test_evaluation_has_one_half() -> None:
-    from lohan_fx.annotate import annotate
-    from lohan_fx.capture import capture
-    from tests.captured import STATES
-
     made = two()
     captured = capture(made.model, (), made.kwargs, grad=False)
     workload = annotate(captured, made.model, made.layouts, STATES, HW, name="two")
@@ -407,7 +411,7 @@ def test_errors_about_the_plan_are_not_disguised() -> None:
         def __call__(self, rewrite: Rewrite) -> None:
             raise PlanError("the plan contradicts itself")
 
-    with pytest.raises(PlanError, match="^the plan contradicts itself$"):
+    with pytest.raises(PlanError, match=r"^the plan contradicts itself$"):
         run(two().rewrite(KEEP), Normalize(), Contradicting())
 
 

@@ -98,13 +98,14 @@ def test_a_first_node_has_no_number() -> None:
 def test_named_models_with_12_blocks(name: str) -> None:
     tracer = make_tracer(replace(named(name), layers=12), hw=HW)
     how = check(tracer, 2)
-    assert how == "with 2 and 3 of the 12 blocks in blocks; the others are replicas"
+    assert how == "with 3 and 4 of the 12 blocks in blocks; the others are replicas"
 
 
+@pytest.mark.slow
 def test_transformers_with_a_cache_of_keys() -> None:
     """Constants, buffers, a list of keys and values among the outputs."""
     config = LlamaConfig(
-        num_hidden_layers=6,
+        num_hidden_layers=8,
         hidden_size=32,
         intermediate_size=48,
         num_attention_heads=2,
@@ -117,14 +118,15 @@ def test_transformers_with_a_cache_of_keys() -> None:
     model = meta(lambda: LlamaForCausalLM(config))
     ids = torch.empty(2, 8, dtype=torch.long, device="meta")
     how = check(make_tracer(model, {"input_ids": ids, "labels": ids}, hw=HW))
-    assert "2 and 3 of the 6 blocks in model.layers" in how
+    assert "3 and 4 of the 8 blocks in model.layers" in how
 
 
 @pytest.mark.slow
 def test_encoder_and_decoder_of_t5() -> None:
     """The first block of each is of its own kind: it has the table of positions."""
     config = T5Config(
-        num_layers=6,
+        num_layers=3,
+        num_decoder_layers=14,
         d_model=32,
         d_ff=48,
         d_kv=16,
@@ -136,15 +138,15 @@ def test_encoder_and_decoder_of_t5() -> None:
     model = meta(lambda: T5ForConditionalGeneration(config))
     ids = torch.empty(2, 8, dtype=torch.long, device="meta")
     how = check(make_tracer(model, {"input_ids": ids, "labels": ids}, hw=HW))
-    assert "encoder.block" in how or "decoder.block" in how
+    assert "of the 14 blocks in decoder.block" in how
 
 
 def alternating() -> nn.Module:
-    return Toy([Block() if i % 3 else Gate() for i in range(15)])
+    return Toy([Block() if i % 3 else Gate() for i in range(24)])
 
 
 def special_ends() -> nn.Module:
-    return Toy([Gate(), Block(3), *(Block() for _ in range(9)), Gate()])
+    return Toy([Gate(), Block(3), *(Block() for _ in range(15)), Gate()])
 
 
 def with_dropout() -> nn.Module:
@@ -168,22 +170,24 @@ def tied() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "blocks"),
     [
-        (alternating, "6 and 9 of the 15"),
-        (special_ends, "5 and 6 of the 12"),
-        (with_dropout, "2 and 3 of the 8"),
-        (frozen, "2 and 3 of the 8"),
-        (tied, "2 and 3 of the 9"),
+        (alternating, "9 and 12 of the 24"),
+        (special_ends, "6 and 7 of the 18"),
+        (with_dropout, "3 and 4 of the 8"),
+        (frozen, "3 and 4 of the 8"),
+        (tied, "in full"),  # the gradient of the tied weight is summed up from the second on
     ],
 )
 def test_toys(build: Callable[[], nn.Module], blocks: str) -> None:
     assert blocks in check(make_tracer(meta(build), rows(), hw=HW))
 
 
+@pytest.mark.slow
 def test_two_containers() -> None:
-    model = meta(lambda: Pair(12, 14))
+    """Four times four traces, as the second one needs more than three periods."""
+    model = meta(lambda: Pair(40, 60))
     how = check(make_tracer(model, (rows(), rows()), hw=HW))
-    assert "of the 12 blocks in encoder" in how
-    assert "of the 14 blocks in decoder" in how
+    assert "of the 40 blocks in encoder" in how
+    assert "of the 60 blocks in decoder" in how
 
 
 def test_without_optimizer_and_on_a_cpu() -> None:
@@ -195,15 +199,26 @@ def test_without_optimizer_and_on_a_cpu() -> None:
     assert any(op.scratch_bytes for op in tracer.workload().workload.ops)
 
 
-@given(st.integers(2, 5), st.booleans(), st.booleans())
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("depth", [3, 4])
 def test_hand_made_workloads(depth: int, tied: bool, dropout: bool) -> None:
     """Names of another style: numbers inside of words, none at the end."""
-    small, large, deep = (
-        replace(gpt_workload(n, tied=tied, dropout=dropout), name="gpt")
-        for n in (depth, depth + 1, depth + 9)
-    )
+
+    def gpt(layers: int) -> Workload:
+        w = gpt_workload(layers, tied=tied, dropout=dropout)
+        ops = tuple(replace(op, reads=tuple(sorted(op.reads))) for op in w.ops)
+        return replace(w, name="gpt", ops=ops)
+
+    small, large, deep = (gpt(n) for n in (depth, depth + 1, depth + 9))
     assert_same(extrapolate(small, large, 8), deep)
     assert_same(extrapolate(small, large, 0), large)
+
+
+def test_two_periods_are_not_enough() -> None:
+    """The first of them may be one that is like the others but for what it reads."""
+    with pytest.raises(NotRepeatedError, match="three times"):
+        extrapolate(*(full(meta(lambda n=n: Pair(2, n)), rows(), rows()) for n in (2, 3)), 4)
 
 
 # -- what is not replicated ------------------------------------------------------------------
@@ -246,10 +261,10 @@ def test_workloads_of_different_models_do_not_mix() -> None:
 
 def test_repetitions_of_a_model() -> None:
     assert repetitions(meta(special_ends)) == (
-        Repetition(path="blocks", before=2, period=1, count=9, after=1),
+        Repetition(path="blocks", before=2, period=1, count=15, after=1),
     )
     assert repetitions(meta(alternating)) == (
-        Repetition(path="blocks", before=0, period=3, count=5, after=0),
+        Repetition(path="blocks", before=0, period=3, count=8, after=0),
     )
     assert repetitions(meta(lambda: toy(3))) == ()
 

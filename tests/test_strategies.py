@@ -91,7 +91,7 @@ def of(plan: Plan, action: str) -> set[str]:
 
 
 def chain(sizes: list[int], forward_s: float = 1.0, backward_s: float = 2.0) -> Workload:
-    """x → r0 → r1 → …, one block each; backward op b_i reads r_i. No parameters, no FLOPs."""
+    """Blocks x → r0 → r1 → …; backward op b_i reads r_i. No parameters, no FLOPs."""
     ops, values = [], {"x": Value(name="x", num_bytes=0, kind="input")}
     before = "x"
     for i, size in enumerate(sizes):

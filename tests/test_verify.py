@@ -270,7 +270,7 @@ def test_a_parameter_read_outside_its_window_is_refused() -> None:
     checked(rewrite)
     late, early = (node(rewrite, f"p_layers_1_w_{k}") for k in (2, 1))
     replace_uses(late, early, list(late.users))
-    with pytest.raises(VerificationError, match="reads of compute mm_3: .*layers.1#1.*layers.1#0"):
+    with pytest.raises(VerificationError, match=r"reads of compute mm_3: .*layers.1#1.*layers.1#0"):
         checked(rewrite)
 
 
@@ -292,7 +292,7 @@ def test_gradients_emitted_before_they_exist_are_refused() -> None:
     emit = node(rewrite, "emit_gradients_layers_0")
     node(rewrite, "mm_3").append(emit)
     with pytest.raises(
-        VerificationError, match="unit layers.0 emits its gradients at .*, before mm_4 is made"
+        VerificationError, match=r"unit layers.0 emits its gradients at .*, before mm_4 is made"
     ):
         check_invariants(rewrite)
 
@@ -312,7 +312,7 @@ def test_another_order_is_refused() -> None:
     node(rewrite, "mm_2").prepend(node(rewrite, "t_4"))
     node(rewrite, "t_4").append(node(rewrite, "mm_3"))
     with pytest.raises(
-        VerificationError, match="the plan has compute mm_2, compute mm_3.* graph compute mm_3"
+        VerificationError, match=r"the plan has compute mm_2, compute mm_3.* graph compute mm_3"
     ):
         check_program(rewrite)
 
@@ -350,7 +350,9 @@ def test_over_budget_is_refused(name: str) -> None:
 def test_the_program_in_the_graph_has_the_planned_peak() -> None:
     """Residency of what was read back is that of the plan's program, seconds and scratch aside."""
     made = step("gpt2")
-    actions = {v: ("keep", "swap", "recompute")[k % 3] for k, v in enumerate(made.workload.residuals)}
+    actions = {
+        v: ("keep", "swap", "recompute")[k % 3] for k, v in enumerate(made.workload.residuals)
+    }
     choices = Choices(actions=actions, unit_tiers={u.name: "host" for u in made.layouts})  # type: ignore[arg-type]
     rewrite = made.rewritten(made.plan(choices))
     program = check_program(rewrite)

@@ -79,7 +79,7 @@ class Builder:
         self.ops.append(
             Op(
                 name=name,
-                target=name.split(".")[-1],
+                target=name.rpartition(".")[2],
                 block=block,
                 phase=phase,
                 reads=tuple(reads),

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+
 class Block(nn.Module):
     """Pre-norm attention and feed-forward part, with dropout before each shortcut (Megatron).
 
@@ -58,9 +59,7 @@ class Encoder(nn.Module):
         self.masked = masked
         self.words = nn.Embedding(vocabulary // shards, hidden)
         self.positions = nn.Embedding(sequence, hidden)
-        self.blocks = nn.ModuleList(
-            [Block(hidden, heads, shards, dropout) for _ in range(layers)]
-        )
+        self.blocks = nn.ModuleList([Block(hidden, heads, shards, dropout) for _ in range(layers)])
         self.norm = nn.LayerNorm(hidden)
         self.pooler = nn.Linear(hidden, hidden)
         if masked:

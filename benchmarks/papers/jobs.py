@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from benchmarks.papers.models import spec_of
 from benchmarks.papers.systems import SYSTEMS
@@ -18,7 +18,10 @@ from lohan_fx.models import family_of
 from lohan_fx.plan import Action, Plan
 from lohan_fx.planners import Choices, PlannerOptions, finish
 from lohan_fx.planners.algorithm1 import search
+from lohan_fx.planners.fuyou import by_priority, swap_scale
+from lohan_fx.planners.recompute_cost import Layer, layers_of
 from lohan_fx.planners.schedule import must_save, tiny_residuals
+from lohan_fx.planners.strategy import Setting
 from lohan_fx.planners.tiers import unit_tiers
 from lohan_fx.simulate import Simulation, simulate
 from lohan_fx.workload import Workload
@@ -164,21 +167,42 @@ class LargestModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """T_iter over A_G2M: (swapped bytes, simulated seconds), and which point was predicted."""
+    """T_iter over the swapped bytes.
+
+    Attributes:
+        points: (swapped bytes, simulated seconds), ascending.
+        predicted: index of the point that the policy chooses by its closed form.
+        base_bytes, all_bytes: the least (block inputs) and the most that can be swapped.
+    """
 
     points: tuple[tuple[int, float], ...]
     predicted: int
     base_bytes: int
     all_bytes: int
 
+    @property
+    def least_s(self) -> float:
+        """The shortest simulated step."""
+        return min(seconds for _, seconds in self.points)
+
+    @property
+    def predicted_s(self) -> float:
+        """The simulated step at the predicted amount."""
+        return self.points[self.predicted][1]
+
+    def share(self, at: int) -> float:
+        """Swapped bytes beyond the block inputs, of all beyond them: Fuyou's swap coefficient."""
+        return (self.points[at][0] - self.base_bytes) / (self.all_bytes - self.base_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class SwapSweep:
-    """Simulated steps for growing sets of swapped residuals, in Algorithm 1's order."""
+    """Simulated steps for growing sets of swapped residuals, in the order of `policy`."""
 
     model: str
     batch: int
     hw: str
+    policy: Literal["lohan", "fuyou"] = "lohan"
     count: int = 9
 
     def run(self) -> Curve:
@@ -188,16 +212,20 @@ class SwapSweep:
         options = PlannerOptions(states="ssd", schedule="optimized")
         tiers = unit_tiers(w, hw, budget, options)
         tiny = tiny_residuals(w)
-        found = search(w, hw, budget, options, tiers, tiny)
         base = (w.inter_block | must_save(w)) - tiny
-        best = next(
-            k for k, (_, s) in enumerate(found.points) if s == min(t for _, t in found.points)
+        order, best = self._order(
+            Setting(
+                name=self.policy, workload=w, hw=hw, budget=budget, options=options, tiers=tiers
+            ),
+            base,
+            tiny,
         )
-        last = len(found.layers)
+        last = len(order)
         counts = sorted({round(k * last / (self.count - 1)) for k in range(self.count)} | {best})
         points = []
+        predicted = 0
         for count in counts:
-            swapped = base | {v for layer in found.layers[:count] for v in layer.values}
+            swapped = base | {v for layer in order[:count] for v in layer.values}
             actions: dict[str, Action] = {
                 v: "keep" if v in tiny else "swap" if v in swapped else "recompute"
                 for v in w.residuals
@@ -207,15 +235,27 @@ class SwapSweep:
                 plan = finish(w, hw, budget, options, choices, f"{count} layers")
             except InsufficientMemoryError:
                 continue
+            predicted = len(points) if count <= best else predicted
             points.append((_swapped_bytes(w, plan), simulate(w, plan, hw).step_s))
-        predicted_bytes = found.points[best][0]
-        nearest = min(range(len(points)), key=lambda k: abs(points[k][0] - predicted_bytes))
+        sizes = {v: w.values[v].num_bytes for v in w.residuals if v not in tiny}
         return Curve(
             points=tuple(points),
-            predicted=nearest,
-            base_bytes=sum(w.values[v].num_bytes for v in base),
-            all_bytes=sum(w.values[v].num_bytes for v in w.residuals),
+            predicted=predicted,
+            base_bytes=sum(sizes[v] for v in base),
+            all_bytes=sum(sizes.values()),
         )
+
+    def _order(
+        self, s: Setting, base: frozenset[str], tiny: frozenset[str]
+    ) -> tuple[Sequence[Layer], int]:
+        """Layers beyond the block inputs in the order of the policy, and how many it swaps."""
+        w = s.workload
+        if self.policy == "lohan":
+            found = search(w, s.hw, s.budget, s.options, s.tiers, tiny)
+            times = [seconds for _, seconds in found.points]
+            return found.layers, times.index(min(times))
+        order = by_priority(layers_of(w, [v for v in w.residuals if v not in base | tiny]))
+        return order, swap_scale(s, sorted(base), order).best.count
 
 
 class Results:

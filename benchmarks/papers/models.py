@@ -174,7 +174,9 @@ def spec_of(name: str) -> ModelSpec:
         hidden, layers = int(found[1]), int(found[2])
         # SSDTrain §IV-A: two GPUs for tensor parallelism, heads of 128, sequence 1024, pure half
         # precision, SGD. Without dropout, whose masks Table III's estimate does not have.
-        half = _Encoder(layers, hidden // 128, hidden, 30720, 1024, shards=2, dropout=0.0, masked=True)
+        half = _Encoder(
+            layers, hidden // 128, hidden, 30720, 1024, shards=2, dropout=0.0, masked=True
+        )
         flops = decoder_flops(layers, hidden, 1024, 30720) / 2 + 2 * 1024 * hidden**2
         return ModelSpec(
             name=name,

@@ -79,9 +79,7 @@ class System:
                 "host", need, host_bytes, where=self.label, at_peak=[], advice="Give it more."
             )
         budget = MemoryBudget.from_request(hw, {"host": int(HOST_SHARE * host_bytes)})
-        options = PlannerOptions(
-            states=self.states, swap_to=self.swap_to, schedule=self.schedule
-        )
+        options = PlannerOptions(states=self.states, swap_to=self.swap_to, schedule=self.schedule)
         if self.eager:
             made = make_plan(self.planner, workload, hw, budget, options)
         else:
@@ -157,15 +155,11 @@ _NATIVE_OFFLOAD = Strategy(
 
 SYSTEMS: Mapping[str, System] = {
     "lohan": System(label="LoHan", planner="lohan", states="ssd"),
-    "lohan-naive": System(
-        label="LoHan Naïve", planner="lohan", states="ssd", schedule="naive"
-    ),
+    "lohan-naive": System(label="LoHan Naïve", planner="lohan", states="ssd", schedule="naive"),
     "lohan-serial": System(
         label="LoHan+ZeRO", planner="lohan", states="ssd", schedule="serial", pipelined=True
     ),
-    "lohan-cpu-act": System(
-        label="LoHan+CpuAct", planner="lohan", states="ssd", swap_to="host"
-    ),
+    "lohan-cpu-act": System(label="LoHan+CpuAct", planner="lohan", states="ssd", swap_to="host"),
     "zero-infinity": System(
         label="ZeRO-Infinity",
         planner="zero-infinity",
@@ -188,9 +182,7 @@ SYSTEMS: Mapping[str, System] = {
     ),
     "ssdtrain": System(label="SSDTrain", planner="ssdtrain"),
     "keep-all": System(label="keep all", planner="keep-all", states="device"),
-    "native-offload": System(
-        label="Native-Offload", planner=_NATIVE_OFFLOAD, copy_first=True
-    ),
+    "native-offload": System(label="Native-Offload", planner=_NATIVE_OFFLOAD, copy_first=True),
     "memferry": System(label="MemFerry", planner="memferry"),
     "go-memferry": System(label="GO-MemFerry", planner=go_memferry(reserve=0.0)),
     **(

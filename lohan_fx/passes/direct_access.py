@@ -31,9 +31,7 @@ class DirectAccess:
         inputs = parameter_inputs(rewrite)
         position = positions(rewrite)
         read_bytes = {
-            x.name: x.num_bytes
-            for x in rewrite.program.instructions
-            if x.kind == "host_view"
+            x.name: x.num_bytes for x in rewrite.program.instructions if x.kind == "host_view"
         }
         for layout in direct:
             for phase in ("forward", "backward"):

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from lohan_fx.annotate import is_view
 from lohan_fx.passes.base import Mark, Rewrite
 from lohan_fx.passes.normalize import replay
 from lohan_fx.program import written_gradient
@@ -39,6 +40,9 @@ class EmitGradients:
             else:
                 self._emit(rewrite, layout.name, gradients)
         output.args = (tuple(returned),)
+        for node in reversed(list(rewrite.graph.nodes)):  # else they keep gradients alive
+            if node.op == "call_function" and not node.users and is_view(node):
+                rewrite.graph.erase_node(node)
 
     @staticmethod
     def _emit(rewrite: Rewrite, name: str, gradients: list[fx.Node | None]) -> None:

@@ -21,6 +21,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -218,7 +219,8 @@ class _Reader:
             names = [recomputed(v, mark.name) for v in wanted]
             births = tuple(zip(names, map(storage_bytes, node.meta["val"]), strict=True))
             for result in node.users:
-                self.storages[result] = names[result.args[1]]  # type: ignore[call-overload]
+                index: Any = result.args[1]
+                self.storages[result] = names[index]
         return Instruction(
             kind=mark.kind,
             name=mark.name,
@@ -272,7 +274,9 @@ def check_program(rewrite: Rewrite, budget_bytes: int | None = None) -> Program:
     wanted = tuple(shown(instruction) for instruction in program.instructions)
     found = read_back(rewrite)
     if wanted != found:
-        raise VerificationError(f"the graph is not the plan's program: {_difference(wanted, found)}")
+        raise VerificationError(
+            f"the graph is not the plan's program: {_difference(wanted, found)}"
+        )
     memory = residency(program)
     if budget_bytes is not None and memory.peak_bytes > budget_bytes:
         raise InsufficientMemoryError(
@@ -303,9 +307,7 @@ def _difference(wanted: Sequence[Instruction], found: Sequence[Instruction]) -> 
         if x != y:
             a, b = x, y
             break
-    field = next(
-        f.name for f in dataclasses.fields(a) if getattr(a, f.name) != getattr(b, f.name)
-    )
+    field = next(f.name for f in dataclasses.fields(a) if getattr(a, f.name) != getattr(b, f.name))
     return f"{field} of {a.kind} {a.name}: plan {getattr(a, field)}, graph {getattr(b, field)}"
 
 

@@ -232,10 +232,11 @@ def migrate(setting: Setting) -> Activations:
     state.migrate(state.hidden)
     hidden = len(state.tiers)
     state.migrate(state.exposed)
-    notes = []
-    for tier in ("ssd", "host"):
-        if values := [v for v, t in state.tiers.items() if t == tier]:
-            notes.append(f"{format_bytes(setting.num_bytes(values))} migrate to {tier}")
+    notes = [
+        f"{format_bytes(setting.num_bytes(values))} migrate to {tier}"
+        for tier in ("ssd", "host")
+        if (values := [v for v, t in state.tiers.items() if t == tier])
+    ]
     if len(state.tiers) > hidden:
         notes.append(f"{len(state.tiers) - hidden} of {len(state.tiers)} migrations are exposed")
     residuals = setting.workload.residuals

@@ -188,11 +188,11 @@ class Updater:
             for ticket in self._updates:
                 try:
                     ticket.synchronize()
-                except BaseException as failure:
+                except BaseException as failure:  # noqa: BLE001 - raised below, when all ended
                     error = error or failure
             for write in self._writes:
                 error = error or write.exception()
-        except BaseException as failure:
+        except BaseException as failure:  # noqa: BLE001 - raised below
             error = failure
         if error is not None:
             self.torn = tuple(self._begun)
