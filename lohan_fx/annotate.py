@@ -24,7 +24,7 @@ from torch.utils.flop_counter import (
 )
 
 from lohan_fx._compat import storage_key
-from lohan_fx.capture import Captured, dense_stride, is_random, op_name
+from lohan_fx.capture import Captured, dense_stride, is_random, is_repeatable, op_name
 from lohan_fx.errors import CaptureError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.workload import Op, Unit, Value, Workload
@@ -379,13 +379,8 @@ def annotate(
                 "lohan_fx plans memory before the step runs and needs fixed shapes"
             )
         if node.op in ("placeholder", "get_attr"):
-            if not isinstance(value, torch.Tensor):
-                value = getattr(captured.graph, str(node.target), None)
-                if isinstance(value, torch.Tensor):
-                    node.meta["val"] = value
-                    node.meta["root"] = node
-                else:
-                    continue
+            if not isinstance(value, torch.Tensor):  # the graph of a higher-order op
+                continue
             role = node.meta.get("role")
             kind: Any = role.kind if role is not None else "constant"
             fqn = tied.get(role.target, role.target) if role is not None else ""
@@ -475,7 +470,7 @@ def _op(
         bytes_written=bytes_written,
         seconds=seconds,
         scratch_bytes=workspace_bytes(node),
-        recomputable=not (is_random(node) or node.is_impure()),
+        recomputable=is_repeatable(node),
     )
     made = [
         Value(

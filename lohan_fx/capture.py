@@ -576,6 +576,15 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in tags and not _dropout_is_off(node)
 
 
+def is_repeatable(node: fx.Node) -> bool:
+    """Whether the op, run again, gives the same result and does nothing else.
+
+    A higher-order op holds a graph of its own, which may draw or mutate: it counts as if it did.
+    """
+    higher = isinstance(node.target, _compat.HigherOrderOperator)
+    return not (higher or is_random(node) or node.is_impure())
+
+
 def _dropout_is_off(node: fx.Node) -> bool:
     """Attention ops carry the tag for their dropout; with probability 0 they draw nothing."""
     schema = getattr(node.target, "_schema", None)
@@ -602,10 +611,8 @@ def _drop_dead(graph: fx.Graph) -> None:
         if node.op == "placeholder":
             if node.meta["role"].kind in ("parameter", "buffer"):
                 graph.erase_node(node)
-            continue
-        if node.is_impure() or is_random(node):
-            continue
-        graph.erase_node(node)
+        elif is_repeatable(node):
+            graph.erase_node(node)
 
 
 def _constants(source: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:
@@ -628,7 +635,7 @@ def op_name(node: fx.Node) -> str:
     """What a node calls, for people: ``aten.addmm``, ``mul``, ``getitem``."""
     if isinstance(node.target, str):
         return node.target
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, _compat.OpOverload):
         return str(node.target).removesuffix(".default")
     return getattr(node.target, "__name__", str(node.target))
 

@@ -33,6 +33,7 @@ from lohan_fx.planned import Planned, Search, SearchKind, Trial, hardware
 from lohan_fx.planners import Planner, PlannerOptions, get, make_plan
 from lohan_fx.replicate import NotRepeatedError, extrapolate
 from lohan_fx.runtime.optimizer import SUPPORTED, UnitOptimizer, check_supported
+from lohan_fx.runtime.scratch import update_scratch_bytes
 from lohan_fx.workload import Workload
 
 Inputs = Mapping[str, Any] | Sequence[Any] | Tensor | Callable[[int], Any]
@@ -144,7 +145,7 @@ class Tracer:
     Attributes:
         inputs: batch size (None: as given) → (args, kwargs).
         states: what training keeps for each parameter.
-        trained: names of the parameters that the optimizer updates.
+        optimizer: parameters → what updates them; None without one.
         items: what throughput counts; None finds out from the inputs.
     """
 
@@ -153,11 +154,12 @@ class Tracer:
     inputs: Callable[[int | None], tuple[tuple[Any, ...], dict[str, Any]]]
     hw: HardwareProfile
     states: StateLayout
-    trained: bool
+    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None = None
     outputs: Outputs = "auto"
     items: str | None = None
     full_trace: bool = False
     _found: dict[int | None, Traced] = field(default_factory=dict)
+    _scratch: dict[Any, int] = field(default_factory=dict)
 
     def workload(self, batch: int | None = None) -> Traced:
         """The workload of one step; made once a batch size.
@@ -256,7 +258,37 @@ class Tracer:
         if gpu:  # what CPU kernels take inside says nothing about others
             ops = tuple(replace(op, scratch_bytes=0) for op in workload.ops)
             workload = replace(workload, ops=ops)
-        return workload
+        return self._with_scratch(workload, layouts)
+
+    def _with_scratch(self, workload: Workload, layouts: Sequence[UnitLayout]) -> Workload:
+        """Add what updates take on the device, as `lohan_fx.compile` does."""
+        named = dict(self.model.named_parameters())
+        trained = [p for p in named.values() if p.requires_grad]
+        if self.optimizer is None or not trained:
+            return workload
+        optimizer = self.optimizer(trained)
+        groups = enumerate(optimizer.param_groups)
+        places = {id(p): k for k, group in groups for p in group["params"]}
+        units = []
+        for unit, layout in zip(workload.units, layouts, strict=True):
+            scratch = 0
+            if unit.trainable:
+                parameters = [named[s.name] for s in layout.slices]
+                key = tuple(
+                    (s.offset, s.shape, s.stride, layout.dtype, places.get(id(p)))
+                    for s, p in zip(layout.slices, parameters, strict=True)
+                )
+                if key not in self._scratch:
+                    self._scratch[key] = update_scratch_bytes(
+                        optimizer,
+                        parameters,
+                        layout,
+                        mixed=self.states.compute_dtype is not None,
+                        device=torch.device("cpu"),
+                    )
+                scratch = self._scratch[key]
+            units.append(replace(unit, update_scratch_bytes=scratch))
+        return replace(workload, units=tuple(units))
 
     @property
     def compute_dtype(self) -> str:
@@ -269,8 +301,8 @@ class Tracer:
 
     def layouts(self) -> tuple[UnitLayout, ...]:
         """The flat layouts of the model as it is now."""
-        trained = [n for n, p in self.model.named_parameters() if p.requires_grad and self.trained]
-        return unit_layouts(self.model, trained, self.states)
+        trained = [n for n, p in self.model.named_parameters() if p.requires_grad]
+        return unit_layouts(self.model, trained if self.optimizer else [], self.states)
 
 
 def _worth_cutting(found: Sequence[Repetition]) -> tuple[Repetition, ...]:
@@ -489,7 +521,7 @@ def make_tracer(
         inputs=_inputs(given),
         hw=hw,
         states=StateLayout(compute_dtype=dtype, num_states=num_states(optimizer)),
-        trained=optimizer is not None,
+        optimizer=functools.partial(make_optimizer, optimizer) if optimizer is not None else None,
         outputs=outputs,
         items=items,
         full_trace=full_trace,

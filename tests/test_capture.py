@@ -555,6 +555,11 @@ def test_one_error_names_the_module_and_the_line(
     assert len(text.splitlines()) < 12
 
 
+def test_inputs_are_plain_tensors() -> None:
+    with pytest.raises(CaptureError, match=r"an input is a Tensor \(torch.sparse_coo\)"):
+        capture(Affine(), (rows().to_sparse(),))
+
+
 def test_missing_arguments() -> None:
     with pytest.raises(CaptureError, match="missing a required argument: 'x'"):
         capture(Affine())

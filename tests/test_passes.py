@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -41,7 +42,18 @@ SMALL = [name for name in EXAMPLES if name not in ("gpt2", "llama", "bert", "t5"
 
 
 def random_plan(made: Step, seed: int) -> Plan:
-    return RandomPolicy(seed=seed)(made.workload, HW, BUDGET, PlannerOptions())
+    """Tiers, actions and places at random; some host units are read and written directly."""
+    plan = RandomPolicy(seed=seed)(made.workload, HW, BUDGET, PlannerOptions())
+    rng = random.Random(seed)
+    units = dict(plan.units)
+    for name, unit in units.items():
+        if unit.tier == "host" and rng.random() < 0.3:
+            units[name] = dataclasses.replace(unit, access="direct", windows=())
+        if unit.tier == "host" and rng.random() < 0.3:
+            units[name] = dataclasses.replace(
+                units[name], gradients="direct", release_gradients_after=None
+            )
+    return dataclasses.replace(plan, units=units)
 
 
 def run(rewrite: Rewrite, *passes: Any) -> Rewrite:
@@ -102,6 +114,7 @@ HOST = UnitPlan(
     release_gradients_after="tanh_backward",
 )
 DIRECT = dataclasses.replace(HOST, windows=(), access="direct")
+WRITTEN = dataclasses.replace(HOST, gradients="direct", release_gradients_after=None)
 
 
 def swapping(decision: ResidualPlan) -> Plan:
@@ -120,6 +133,7 @@ CASES = {
     "parameters": (placing(HOST), (Normalize(), Parameters())),
     "direct_access": (placing(DIRECT), (Normalize(), Parameters(), DirectAccess())),
     "emit_gradients": (placing(HOST), (Normalize(), EmitGradients())),
+    "write_gradient": (placing(WRITTEN), (Normalize(), EmitGradients())),
 }
 
 
@@ -278,6 +292,21 @@ class Returning(nn.Module):
         }
 
 
+class Choosing(nn.Module):
+    """A higher-order op, whose branch draws: it must not run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 4)
+        self.b = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        draw = h.square().sum() > -1
+        h = torch.cond(draw, lambda h: nn.functional.dropout(h, 0.5), lambda h: h.cos(), (h,))
+        return self.b(h).square().sum()
+
+
 TRICKY: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "gated": (Gated, lambda: torch.randn(5, 8)),
     "counting": (Counting, lambda: torch.randn(4, 8)),
@@ -285,6 +314,7 @@ TRICKY: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "straight": (Straight, lambda: torch.randn(4, 8)),
     "bare": (Bare, lambda: torch.randn(4, 8)),
     "returning": (Returning, lambda: torch.randn(4, 8)),
+    "choosing": (Choosing, lambda: torch.randn(4, 8)),
 }
 
 
@@ -308,6 +338,11 @@ def test_plans_of_tricky_models(name: str) -> None:
             check_plan(runner, plan)
     for seed in range(6):
         check_plan(runner, random_plan(made, seed))
+
+
+def test_higher_order_ops_are_not_recomputed() -> None:
+    kept = [o.name for o in tricky("choosing").workload.ops if not o.recomputable]
+    assert kept == ["cond", "cond_1"]
 
 
 # -- the structure of what comes out ---------------------------------------------------------------

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.papers.jobs import Job, Results
+from benchmarks.papers.jobs import Job, Results, Step
 
 VALUES = Path(__file__).with_name("values.toml")
 
@@ -150,20 +150,28 @@ class FigureValues:
 class Spec:
     """How a figure is made.
 
-    `jobs` is what it needs, all of it; `quick` the part for which tests have gates, from which
-    `build` makes those rows alone.
+    `jobs` is all that it needs; `gates` are the steps behind the values that have a gate.
     """
 
     key: str
     title: str
     jobs: Callable[[], Sequence[Job]]
     build: Callable[[Results, FigureValues], Figure]
+    gates: Mapping[str, Step] = field(default_factory=dict)
+
+    def gate_rows(self, results: Results, values: Values) -> list[Row]:
+        """The rows with a gate alone."""
+        own = values.of(self.key)
+        return [own.row(key, results[step].tflops or None) for key, step in self.gates.items()]
 
     def figure(self, results: Results, values: Values) -> Figure:
         """Build, and see to it that no stated value is left out."""
         own = values.of(self.key)
         made = self.build(results, own)
         used = {r.paper.key for r in made.rows} | {c.claim.key for c in made.checks}
+        gated = {key for key in own.keys if (self.key, key) in values.values and own[key].gate}
+        if gated != set(self.gates):
+            raise ValueError(f"{self.key}: no step for the gates {sorted(gated ^ set(self.gates))}")
         if used != own.keys:
             raise ValueError(f"{self.key} does not use {sorted(own.keys ^ used)}")
         return made

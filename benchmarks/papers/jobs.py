@@ -1,4 +1,4 @@
-"""What there is to simulate: jobs that compare by value, run once each, in processes of their own."""
+"""What there is to simulate: jobs that compare by value, each run once, in several processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from benchmarks.papers.models import spec_of
@@ -23,7 +23,8 @@ from lohan_fx.planners.recompute_cost import Layer, layers_of
 from lohan_fx.planners.schedule import must_save, tiny_residuals
 from lohan_fx.planners.strategy import Setting
 from lohan_fx.planners.tiers import unit_tiers
-from lohan_fx.simulate import Simulation, simulate
+from lohan_fx.program import lower, residency
+from lohan_fx.simulate import simulate
 from lohan_fx.workload import Workload
 
 
@@ -107,13 +108,9 @@ def outcome(
         tokens_per_s=batch * spec.sequence / step_s,
         swapped_bytes=_swapped_bytes(w, plan),
         recompute_flops=plan.prediction.recompute_flops,
-        peak_device_bytes=_peak(sim),
+        peak_device_bytes=sim.device.peak_bytes,
         ssd_write_bytes=sim.traffic.ssd_write_bytes,
     )
-
-
-def _peak(sim: Simulation) -> int:
-    return sim.device.peak_bytes
 
 
 def _swapped_bytes(w: Workload, plan: Plan) -> int:
@@ -222,7 +219,7 @@ class SwapSweep:
         )
         last = len(order)
         counts = sorted({round(k * last / (self.count - 1)) for k in range(self.count)} | {best})
-        points = []
+        points: list[tuple[int, float]] = []
         predicted = 0
         for count in counts:
             swapped = base | {v for layer in order[:count] for v in layer.values}
@@ -256,6 +253,75 @@ class SwapSweep:
             return found.layers, times.index(min(times))
         order = by_priority(layers_of(w, [v for v in w.residuals if v not in base | tiny]))
         return order, swap_scale(s, sorted(base), order).best.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Bytes on the GPU as MemFerry counts them (§II-B, §IV-D).
+
+    `direct` parameters are read in host memory in forward and backward, and never copied.
+    """
+
+    activations: int
+    parameters: int
+    gradients: int
+    direct: int
+
+    def of(self, system: str) -> int:
+        """The peak of native-offload, memferry or go-memferry."""
+        if system == "native-offload":
+            return self.activations + self.parameters + self.gradients
+        own = self.activations + self.parameters - self.direct
+        return own if system == "go-memferry" else own + self.gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The device memory of MemFerry's systems."""
+
+    model: str
+    batch: int
+    hw: str
+
+    def run(self) -> DeviceMemory:
+        hw = HardwareProfile.preset(self.hw)
+        w = workload(self.model, self.batch, hw)
+        plan = SYSTEMS["memferry"].plan(w, hw, hw.host_bytes)
+        units = tuple(replace(u, compute_bytes=0, gradient_bytes=0) for u in w.units)
+        values = {
+            name: replace(v, num_bytes=0) if v.kind == "gradient" else v
+            for name, v in w.values.items()
+        }
+        without = replace(w, units=units, values=values)
+        return DeviceMemory(
+            activations=residency(lower(without, plan)).peak_bytes,
+            parameters=sum(u.compute_bytes for u in w.units),
+            gradients=sum(u.gradient_bytes for u in w.units),
+            direct=sum(u.compute_bytes for u in w.units if not plan.units[u.name].windows),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSize:
+    """Bytes of what backward reads of forward, and model FLOPs, of one step."""
+
+    activations: int
+    model_flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """How much a step saves for backward."""
+
+    model: str
+    batch: int
+
+    def run(self) -> StepSize:
+        w = workload(self.model, self.batch, HardwareProfile.preset("rtx4090-12xp5510"))
+        return StepSize(
+            activations=sum(w.values[v].num_bytes for v in w.residuals),
+            model_flops=spec_of(self.model).model_flops(self.batch),
+        )
 
 
 class Results:

@@ -37,7 +37,6 @@ from lohan_fx.planners.strategy import (
 from lohan_fx.program import lower, residency
 from lohan_fx.workload import Workload
 
-
 HOST_SHARE = 0.8
 """Of the host memory that a paper leaves to a system; `MemoryBudget`'s own default."""
 

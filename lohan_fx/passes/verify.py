@@ -26,7 +26,7 @@ from typing import Any
 from torch import fx
 
 from lohan_fx.annotate import device_bytes, is_view, storage_bytes
-from lohan_fx.capture import is_random, op_name
+from lohan_fx.capture import is_repeatable, op_name
 from lohan_fx.errors import InsufficientMemoryError, VerificationError
 from lohan_fx.passes.base import Mark, Rewrite
 from lohan_fx.program import Instruction, Program, recomputed, reload_of, residency
@@ -113,7 +113,7 @@ def _check_prefetch(
 
 def _check_region(rewrite: Rewrite, node: fx.Node) -> None:
     for inner in body_of(rewrite, node).graph.nodes:
-        if inner.op == "call_function" and (is_random(inner) or inner.is_impure()):
+        if inner.op == "call_function" and not is_repeatable(inner):
             raise VerificationError(
                 f"region {node.name} would run {inner.name} ({op_name(inner)}) again, which "
                 "draws randomness, mutates or communicates"

@@ -194,20 +194,15 @@ def choices_of(model: Model, assignment: Assignment) -> Choices:
 
 
 def assignment_of(model: Model, plan: Plan) -> dict[str, Option] | None:
-    """The options of a finished plan; None if it does what the model has no option for."""
+    """The options of a finished plan, its regions aside; None if there is no option for a unit."""
     found: dict[str, Option] = {}
-    regions = model.region_of or {}
     for v, r in plan.residuals.items():
-        if r.action == "recompute" and r.region != regions.get(v, model.workload.values[v].block):
-            return None
         found[v] = r.action if r.action != "swap" else ("host" if r.tier == "host" else "ssd")
     index, turn = model.workload.op_index, model.workload.num_forward_ops
     for name, unit in plan.units.items():
         spans = [(index[w.first_use], index[w.last_use]) for w in unit.windows]
         across = any(a < turn <= b for a, b in spans)
         option: Option
-        if unit.gradients == "direct":
-            return None
         if unit.tier == "device":
             option = "device"
         elif unit.access == "direct":

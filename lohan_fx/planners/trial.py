@@ -13,7 +13,7 @@ from lohan_fx.planners.assign import Assignment, assign, choices_of, rounded
 from lohan_fx.planners.integer import solve_whole
 from lohan_fx.planners.keep import keep_greedily
 from lohan_fx.planners.model import Model, Option
-from lohan_fx.planners.schedule import Draft, draft
+from lohan_fx.planners.schedule import Draft, lean_draft
 from lohan_fx.planners.simplex import Floats, solve
 
 TIE_BREAK = 0.005
@@ -35,13 +35,15 @@ class Trial:
 def make_draft(
     model: Model, assignment: Assignment, budget: MemoryBudget, name: str, *, keep_tiny: bool = True
 ) -> Draft:
-    """The draft of an assignment. The device budget is not checked.
+    """The draft of an assignment; regions smaller than blocks if else it exceeds the device budget.
+
+    It may exceed it all the same.
 
     Raises:
         InsufficientMemoryError: host memory or SSD is too small.
     """
     args = (model.workload, model.hw, budget, model.options, choices_of(model, assignment), name)
-    return draft(*args, keep_tiny=keep_tiny)
+    return lean_draft(*args, keep_tiny=keep_tiny)
 
 
 def solve_at(model: Model, target: MemoryBudget, name: str, max_nodes: int = 1) -> Trial | None:
