@@ -230,7 +230,6 @@ class Ablation:
             found.append(_Column("why not", lambda r: r.reason, left=True, always=True))
         return found
 
-
     @property
     def _unit(self) -> tuple[str, int]:
         """What sizes are written in."""
@@ -366,9 +365,7 @@ def ablate(
     chosen = [s for s in names() if s not in SLOW] if strategies is None else list(strategies)
     for strategy in chosen:
         get(strategy)
-    given = _Given(
-        model, inputs, hw, sequence, optimizer, dtype, outputs, full_trace
-    ).start()
+    given = _Given(model, inputs, hw, sequence, optimizer, dtype, outputs, full_trace).start()
     budgets = _budgets(given.hw, memory, given.budget)
     runner = None
     if measure:

@@ -248,5 +248,3 @@ def _requested(which: str = "current") -> int | None:
 def _synchronize(cuda: int | None) -> None:
     if cuda is not None:
         torch.cuda.synchronize()
-
-

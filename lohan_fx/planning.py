@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from lohan_fx.annotate import StateLayout, UnitLayout, annotate, unit_layouts
+from lohan_fx.annotate import Slice, StateLayout, UnitLayout, annotate, unit_layouts
 from lohan_fx.api import LohanModule
 from lohan_fx.capture import Outputs, capture
 from lohan_fx.depth import Repetition, cut, repetitions
@@ -48,6 +48,9 @@ DEFAULT_STRATEGY = "lohan"
 
 MAX_BATCH = 2**20
 """Where a search for the largest batch gives up."""
+
+_SMALL = 4096
+"""Elements of a unit for which the memory of an update is found out."""
 
 _DEPTHS = (3, 4)
 """Periods of the shallower of two traces; the second one if the first does not settle it."""
@@ -187,9 +190,7 @@ class Tracer:
             how=how,
         )
 
-    def _replicated(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Workload, str]:
+    def _replicated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Workload, str]:
         if self.full_trace:
             return self._full(args, kwargs), "in full, as asked for"
         chosen = _worth_cutting(repetitions(self.model))
@@ -252,43 +253,53 @@ class Tracer:
                 outputs=self.outputs,
             )
         layouts = self.layouts()
-        workload = annotate(
-            captured, self.model, layouts, self.states, self.hw, name=self.name
-        )
+        workload = annotate(captured, self.model, layouts, self.states, self.hw, name=self.name)
         if gpu:  # what CPU kernels take inside says nothing about others
             ops = tuple(replace(op, scratch_bytes=0) for op in workload.ops)
             workload = replace(workload, ops=ops)
         return self._with_scratch(workload, layouts)
 
     def _with_scratch(self, workload: Workload, layouts: Sequence[UnitLayout]) -> Workload:
-        """Add what updates take on the device, as `lohan_fx.compile` does."""
+        """Add what updates take on the device."""
         named = dict(self.model.named_parameters())
         trained = [p for p in named.values() if p.requires_grad]
         if self.optimizer is None or not trained:
             return workload
         optimizer = self.optimizer(trained)
-        groups = enumerate(optimizer.param_groups)
-        places = {id(p): k for k, group in groups for p in group["params"]}
         units = []
         for unit, layout in zip(workload.units, layouts, strict=True):
             scratch = 0
             if unit.trainable:
                 parameters = [named[s.name] for s in layout.slices]
-                key = tuple(
-                    (s.offset, s.shape, s.stride, layout.dtype, places.get(id(p)))
-                    for s, p in zip(layout.slices, parameters, strict=True)
-                )
-                if key not in self._scratch:
-                    self._scratch[key] = update_scratch_bytes(
-                        optimizer,
-                        parameters,
-                        layout,
-                        mixed=self.states.compute_dtype is not None,
-                        device=torch.device("cpu"),
-                    )
-                scratch = self._scratch[key]
+                scratch = self._scratch_bytes(optimizer, parameters, layout)
             units.append(replace(unit, update_scratch_bytes=scratch))
         return replace(workload, units=tuple(units))
+
+    def _scratch_bytes(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+        layout: UnitLayout,
+    ) -> int:
+        """On a CPU, as `lohan_fx.compile` has it. Other devices update a unit at once: in
+        proportion to what a small one takes."""
+        mixed = self.states.compute_dtype is not None
+        slices: Any = tuple((s.offset, s.shape, s.stride) for s in layout.slices)
+        whole = self.hw.device_kind != "cpu"
+        if whole:
+            small = Slice(name="", offset=0, numel=_SMALL, shape=(_SMALL,), stride=(1,))
+            slices = (layout.numel,)
+            layout = replace(layout, slices=(small,), numel=_SMALL)
+            parameters = parameters[:1]
+        groups = enumerate(optimizer.param_groups)
+        own = {id(p) for p in parameters}
+        places = tuple(k for k, group in groups for p in group["params"] if id(p) in own)
+        key = (slices, layout.dtype, layout.copy_dtype, places)
+        if key not in self._scratch:
+            device = torch.device("cpu")
+            found = update_scratch_bytes(optimizer, parameters, layout, mixed=mixed, device=device)
+            self._scratch[key] = found * slices[0] // _SMALL if whole else found
+        return self._scratch[key]
 
     @property
     def compute_dtype(self) -> str:
@@ -396,9 +407,7 @@ def _inputs(given: Inputs) -> Callable[[int | None], tuple[tuple[Any, ...], dict
             if not isinstance(x, Tensor):
                 return x
             size = (batch, *x.shape[1:])
-            return torch.empty(
-                size, dtype=x.dtype, device="meta", requires_grad=x.requires_grad
-            )
+            return torch.empty(size, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
 
         made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(resize, (args, kwargs))
         return made

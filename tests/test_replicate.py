@@ -72,8 +72,10 @@ def test_names_of_nodes_come_back(stem: str, number: int, result: str) -> None:
     text = stem + (f"_{number}" if number else "") + result
     name = _Name.parse(text, "node")
     assert name.render(name.numbers) == text
-    deeper = [n + 7 if k == name.template[: name.template.rindex("_{}")].count("{}") else n
-              for k, n in enumerate(name.numbers)]
+    deeper = [
+        n + 7 if k == name.template[: name.template.rindex("_{}")].count("{}") else n
+        for k, n in enumerate(name.numbers)
+    ]
     assert name.render(deeper) == f"{stem}_{number + 7}{result}"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
+import pickle
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -11,7 +13,12 @@ from typing import Any, Literal, Protocol
 
 from benchmarks.papers.models import spec_of
 from benchmarks.papers.systems import SYSTEMS
-from benchmarks.papers.workloads import workload
+from benchmarks.papers.workloads import (
+    cache_directory,
+    source_fingerprint,
+    workload,
+    write,
+)
 from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget, parse_bytes
 from lohan_fx.models import family_of
@@ -148,7 +155,7 @@ class LargestModel:
     def run(self) -> str:
         """Its name; empty if even the smallest does not fit."""
         hw = HardwareProfile.preset(self.hw)
-        system = SYSTEMS[self.system]
+        system = SYSTEMS[SYSTEMS[self.system].smallest or self.system]
         ladder = [m.name for m in family_of("gpt")]
         low, high = -1, len(ladder)
         while high - low > 1:
@@ -340,7 +347,14 @@ class Results:
 
 
 def _run(job: Job) -> Any:
-    return job.run()
+    """The result, from disk if the same code has run the same job before."""
+    name = hashlib.sha256(repr(job).encode()).hexdigest()[:16]
+    path = cache_directory() / f"results-{source_fingerprint()}" / f"{name}.pickle"
+    if path.exists():
+        return pickle.loads(path.read_bytes())
+    result = job.run()
+    write(path, pickle.dumps(result))
+    return result
 
 
 def run(
@@ -362,7 +376,7 @@ def run(
     else:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(processes, mp_context=context, initializer=_one_thread) as pool:
-            for job, result in zip(todo, pool.map(_run, todo, chunksize=2), strict=True):
+            for job, result in zip(todo, pool.map(_run, todo, chunksize=4), strict=True):
                 done(job, result)
     return Results(found)
 

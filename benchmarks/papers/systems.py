@@ -54,6 +54,7 @@ class System:
             updates and writes.
         host_bytes_per_param: of host memory that the real system needs at least.
         copy_first: whether all parameters are copied before forward begins.
+        smallest: the key of what this system comes down to where memory is short; quicker to try.
     """
 
     label: str
@@ -65,6 +66,7 @@ class System:
     pipelined: bool = False
     host_bytes_per_param: float = 0.0
     copy_first: bool = False
+    smallest: str | None = None
 
     def plan(self, workload: Workload, hw: HardwareProfile, host_bytes: int) -> Plan:
         """Plan one step on a server with so much host memory.
@@ -153,7 +155,8 @@ _NATIVE_OFFLOAD = Strategy(
 
 
 SYSTEMS: Mapping[str, System] = {
-    "lohan": System(label="LoHan", planner="lohan", states="ssd"),
+    "lohan": System(label="LoHan", planner="lohan", states="ssd", smallest="swap-all"),
+    "swap-all": System(label="swap all", planner="swap-all", states="ssd"),
     "lohan-naive": System(label="LoHan Naïve", planner="lohan", states="ssd", schedule="naive"),
     "lohan-serial": System(
         label="LoHan+ZeRO", planner="lohan", states="ssd", schedule="serial", pipelined=True

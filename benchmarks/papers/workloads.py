@@ -1,7 +1,7 @@
 """Workloads of the papers' models, traced once and kept on disk. Op seconds: any server's roofline.
 
 The cache is under $LOHAN_FX_CACHE, or ~/.cache/lohan_fx; its names change with the sources that
-make workloads, so it never needs clearing.
+workloads and results depend on, so it never needs clearing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 
 import lohan_fx
@@ -18,7 +19,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.planned import retimed
 from lohan_fx.workload import Workload
 
-_SOURCES = (
+_TRACING = (
     "annotate.py",
     "capture.py",
     "depth.py",
@@ -55,11 +56,16 @@ def _traced(model: str, batch: int) -> Workload:
         assert isinstance(found, Workload)
         return found
     made = spec_of(model).trace(batch, HardwareProfile.preset(_REFERENCE))
+    write(path, pickle.dumps(made))
+    return made
+
+
+def write(path: Path, data: bytes) -> None:
+    """Whole or not at all: two processes may write the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_bytes(pickle.dumps(made))
-    part.replace(path)  # two processes may trace the same model
-    return made
+    part.write_bytes(data)
+    part.replace(path)
 
 
 def cache_directory() -> Path:
@@ -74,11 +80,28 @@ def _fingerprint() -> str:
     import torch
 
     root = Path(lohan_fx.__file__).parent
-    files = [Path(__file__).with_name("models.py")]
-    for name in _SOURCES:
-        path = root / name
-        files += sorted(path.glob("*.py")) if path.is_dir() else [path]
-    digest = hashlib.sha256(torch.__version__.encode())
+    own = [Path(__file__).with_name(name) for name in ("models.py", "encoder.py")]
+    files = own + [file for name in _TRACING for file in _python_files(root / name)]
+    return _digest(files, torch.__version__)
+
+
+@functools.cache
+def source_fingerprint() -> str:
+    """Changes with any code that a result depends on."""
+    root = Path(lohan_fx.__file__).parent
+    own = [Path(__file__).with_name(name) for name in ("jobs.py", "systems.py", "models.py")]
+    return _digest([*own, *_python_files(root)], _fingerprint())
+
+
+def _python_files(path: Path) -> list[Path]:
+    """A file, or those of a folder, the runtime's aside: nothing runs here."""
+    if path.is_file():
+        return [path]
+    return [p for p in sorted(path.rglob("*.py")) if "runtime" not in p.parts]
+
+
+def _digest(files: Iterable[Path], text: str) -> str:
+    digest = hashlib.sha256(text.encode())
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
