@@ -118,6 +118,9 @@ def run_eager(
 ) -> tuple[Result, list[Tensor | None]]:
     """One step of a copy of the model, forward in `context`; also the outputs' tangents."""
     model, (args, kwargs) = copy.deepcopy((model, (args, kwargs)))
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            leaf.grad = None  # another test's, on inputs that tests share
     before = {n: b.clone() for n, b in model.named_buffers()}
     torch.manual_seed(7)
     with context:
