@@ -1,0 +1,211 @@
+"""``lohan-fx models | plan | simulate | ablate``: what they print and save, and their errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from lohan_fx.cli import app
+from lohan_fx.models import names
+from lohan_fx.plan import Plan
+from lohan_fx.planned import Planned
+from lohan_fx.planners import make_plan
+from tests.workloads import budget, gpt_workload, small_hardware
+
+TOY = "tests.toys:made"
+
+
+def run(*arguments: str | Path) -> Result:
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def output(*arguments: str | Path) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def message(*arguments: str | Path) -> str:
+    """The one message of a command that fails."""
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def hw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hw") / "hw.json"
+    small_hardware().save(path)
+    return path
+
+
+@pytest.fixture
+def saved(hw: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "saved.json"
+    output("plan", TOY, "--hw", hw, "--out", path)
+    return path
+
+
+def test_models() -> None:
+    text = output("models")
+    for name in names():
+        assert name in text
+
+
+def test_plan_prints_and_saves(hw: Path, tmp_path: Path) -> None:
+    out, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+    arguments = ("plan", TOY, "--hw", hw, "--batch", "16", "--memory", "device=100KiB")
+    result = run(*arguments, "--out", out, "--trace", trace, "--strategy", "swap-all")
+    assert result.exit_code == 0
+    for part in ("Toy, swap-all", "16 (16 samples)", "100 KiB", "blocks.", "traced: "):
+        assert part in result.stdout
+    assert result.stderr.splitlines() == [f"saved {out}", f"saved {trace}"]
+    assert Plan.load(out).strategy == "swap-all"
+    assert Planned.load(out).budget.device_bytes == 100 * 1024
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert all(len(line) <= 100 for line in result.stdout.splitlines())
+
+
+def test_axes_of_a_plan(hw: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    output(
+        *("plan", TOY, "--hw", hw, "--strategy", "swap-all", "--out", out),
+        *("--states", "ssd", "--swap-to", "ssd", "--schedule", "naive"),
+        *("--optimizer", "sgd", "--dtype", "float16", "--full-trace"),
+    )
+    found = Planned.load(out)
+    assert {u.tier for u in found.plan.units.values()} == {"ssd"}
+    assert {r.tier for r in found.plan.residuals.values() if r.action == "swap"} == {"ssd"}
+    assert found.plan.schedule == "naive"
+    assert found.compute_dtype == "float16"
+    assert all(u.state_bytes == 4 * u.num_params for u in found.workload.units)
+    assert found.traced == "in full, as asked for"
+
+
+def test_searching(hw: Path) -> None:
+    text = output(
+        *("plan", TOY, "--hw", hw, "--strategy", "keep-all"),
+        *("--memory", "device=64KiB", "--search", "max-batch", "--batch", "4"),
+    )
+    assert "max-batch: batch " in text
+    assert "limit: batch " in text
+    assert "not enough device memory" in text
+    assert "name one" in message("plan", TOY, "--hw", hw, "--search", "max-model")
+    assert "max-batch" in message("plan", TOY, "--hw", hw, "--search", "max-speed")
+
+
+def test_simulate(saved: Path, hw: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    result = run("simulate", saved, saved, "--trace", trace)
+    assert result.exit_code == 0
+    assert result.stdout.count("Toy, lohan") == 2
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {1, 2}
+    elsewhere = output("simulate", saved, "--hw", "rtx4090-12xp5510")
+    assert "rtx4090-12xp5510" in elsewhere
+    small = small_hardware(device_bytes=1024, name="tiny")
+    small.save(tmp_path / "tiny.json")
+    assert "tiny has 1.00 KiB" in output("simulate", saved, "--hw", tmp_path / "tiny.json")
+
+
+def test_report_reads_what_plan_writes(saved: Path) -> None:
+    assert "lohan plan for Toy" in output("report", saved)
+
+
+def test_ablate(hw: Path, tmp_path: Path) -> None:
+    files = [tmp_path / f"table{suffix}" for suffix in (".csv", ".json", ".md")]
+    result = run(
+        *("ablate", TOY, "--hw", hw, "--batch", "8", "--batch", "16"),
+        *("--strategy", "lohan", "--strategy", "keep-all"),
+        *("--memory", "device=40KiB", "--memory", "device=1MiB,host=10MiB"),
+        *(part for file in files for part in ("--out", file)),
+    )
+    assert result.exit_code == 0
+    for part in ("lohan", "keep-all", "batch", "device=40KiB", "why not", "peaks and traffic"):
+        assert part in result.stdout
+    assert result.stderr.splitlines() == [f"saved {file}" for file in files]
+    assert len(json.loads(files[1].read_text())["rows"]) == 8
+    assert len(files[0].read_text().splitlines()) == 9
+
+
+def test_ablate_draws(hw: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    swaps, memory = tmp_path / "a.png", tmp_path / "b.png"
+    run(
+        *("ablate", TOY, "--hw", hw, "--strategy", "lohan"),
+        *("--plot", swaps, "--plot-memory", memory),
+    )
+    assert swaps.stat().st_size
+    assert memory.stat().st_size
+
+
+def test_ablate_measures(tmp_path: Path) -> None:
+    small_hardware(device_kind="cpu", ssd=False).save(tmp_path / "hw.json")
+    text = output(
+        *("ablate", TOY, "--hw", tmp_path / "hw.json", "--strategy", "lohan"),
+        *("--measure", "--steps", "1"),
+    )
+    assert "measured" in text
+    assert "error" in text
+
+
+def test_models_of_ones_own(hw: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from tests.toys import made\nnumber = 3\n")
+    assert "Toy, lohan" in output("plan", f"{file}:made", "--hw", hw)
+    assert "has no function 'number'" in message("plan", f"{file}:number", "--hw", hw)
+    assert "has no function 'other'" in message("plan", f"{file}:other", "--hw", hw)
+    assert "is no Python file" in message("plan", f"{tmp_path}/none.py:made", "--hw", hw)
+    assert "cannot import tests.none" in message("plan", "tests.none:made", "--hw", hw)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("gpt-174b", "--hw", "HW"), "did you mean 'gpt-175b'"),
+        ((TOY, "--hw", "rtx9090"), "no hardware preset 'rtx9090'"),
+        ((TOY, "--hw", "none.json"), "none.json"),
+        ((TOY, "--hw", "HW", "--strategy", "lohen"), "did you mean 'lohan'"),
+        ((TOY, "--hw", "HW", "--memory", "device"), "write it as device=24GiB"),
+        ((TOY, "--hw", "HW", "--memory", "device=1XB"), "is no size"),
+        ((TOY, "--hw", "HW", "--memory", "device=1KiB"), "not enough device memory"),
+        ((TOY, "--hw", "HW", "--states", "gpu"), "--states gpu: use one of auto"),
+        ((TOY, "--hw", "HW", "--swap-to", "device"), "--swap-to device"),
+        ((TOY, "--hw", "HW", "--schedule", "late"), "schedule 'late'"),
+        ((TOY, "--hw", "HW", "--dtype", "int8"), "--dtype int8"),
+        ((TOY, "--hw", "HW", "--optimizer", "adamx"), "no optimizer 'adamx'"),
+        ((TOY, "--hw", "HW", "--out", "/none/plan.json"), "its directory does not exist"),
+    ],
+)
+def test_plan_errors(arguments: tuple[str, ...], wanted: str, hw: Path) -> None:
+    assert wanted in message("plan", *(str(hw) if a == "HW" else a for a in arguments))
+
+
+def test_other_errors(hw: Path, saved: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    make_plan("lohan", gpt_workload(), small_hardware(), budget()).save(plan)
+    assert "holds no workload" in message("simulate", plan)
+    assert "none.json" in message("simulate", tmp_path / "none.json")
+    assert "ends in .csv" in message("ablate", TOY, "--hw", hw, "--out", tmp_path / "a.txt")
+    ask = ("ablate", TOY, "--hw", hw, "--strategy")
+    assert "no strategy is named" in message(*ask, "lohen")
+    assert "--schedule late" in message(*ask, "lohan", "--schedule", "late")
+    measured = message(*ask, "lohan", "--measure")
+    assert "CUDA device" in measured
+
+
+def test_missing_arguments_are_usage_errors() -> None:
+    assert run("plan").exit_code == 2
+    assert run("plan", TOY).exit_code == 2
+    assert run("plan", TOY, "--hw", "x", "--batch", "0").exit_code == 2
+    assert run("simulate").exit_code == 2
