@@ -141,7 +141,7 @@ class Ablation:
     # -- output -----------------------------------------------------------------------------
 
     def tables(self) -> list[Table]:
-        """For people: time and throughput, then memory and traffic of what fits."""
+        """For people: time and throughput, memory and traffic of what fits, what was measured."""
         time_columns = [*self._case_columns(), *self._time_columns()]
         title = f"{self.model} on {self.hardware}: one step"
         found = [_table(title, time_columns, self.rows)]
@@ -150,6 +150,10 @@ class Ablation:
             columns = [*self._case_columns(), *self._memory_columns()]
             title = f"peaks and traffic of one step in {self._unit[0]}, recomputation in TFLOP"
             found.append(_table(title, columns, fitting))
+        measured = [row for row in self.rows if row.measured is not None]
+        if measured:
+            columns = [*self._case_columns(), *self._measured_columns()]
+            found.append(_table("measured on this machine", columns, measured))
         return found
 
     def __str__(self) -> str:
@@ -178,6 +182,8 @@ class Ablation:
     def to_markdown(self) -> str:
         """All columns in one table."""
         columns = [*self._case_columns(), *self._time_columns(), *self._memory_columns(named=True)]
+        if any(row.measured is not None for row in self.rows):
+            columns += self._measured_columns()[1:]
         lines = [
             "| " + " | ".join(column.name for column in columns) + " |",
             "|" + "".join("---|" if column.left else "---:|" for column in columns),
@@ -224,11 +230,19 @@ class Ablation:
             _Column("gap", lambda r: "" if r.gap is None else f"{r.gap:.1%}"),
             _Column("busiest", lambda r: r.binding or "", left=True),
         ]
-        if any(row.measured is not None for row in self.rows):
-            found += _MEASURED_COLUMNS
         if not all(row.fits for row in self.rows):
             found.append(_Column("why not", lambda r: r.reason, left=True, always=True))
         return found
+
+    def _measured_columns(self) -> list[_Column]:
+        return [
+            _Column("predicted", lambda r: seconds_text(r.step_s or 0.0)),
+            _Column("ops timed", _measured("timed_step_s", seconds_text)),
+            _Column("measured", _measured("step_s", seconds_text)),
+            _Column("error", _error),
+            _Column(f"measured {self.items}/s", _measured("items_per_s", rate_text)),
+            _Column("measured device", _measured("peak_device_bytes", short_bytes)),
+        ]
 
     @property
     def _unit(self) -> tuple[str, int]:
@@ -262,8 +276,10 @@ def _table(title: str, columns: Sequence[_Column], rows: Iterable[Row]) -> Table
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
         justify: Literal["left", "right"] = "left" if column.left else "right"
-        wraps = column.name in ("memory", "why not")
-        table.add_column(column.name, justify=justify, no_wrap=not wraps)
+        if column.name in ("memory", "why not"):
+            table.add_column(column.name, justify=justify, overflow="fold")
+        else:
+            table.add_column(column.name, justify=justify, no_wrap=True)
     for row in rows:
         table.add_row(*(column.text(row) for column in columns))
     return table
@@ -312,14 +328,6 @@ _SIZES = (
     ("ssd_write_bytes", "written"),
 )
 """Field of a row, and its column."""
-
-_MEASURED_COLUMNS = (
-    _Column("measured", _measured("step_s", seconds_text)),
-    _Column("on device", _measured("peak_device_bytes", short_bytes)),
-    _Column("ops timed", _measured("timed_step_s", seconds_text)),
-    _Column("error", _error),
-)
-
 
 # -- running ---------------------------------------------------------------------------------
 
@@ -424,11 +432,11 @@ def _budgets(
     for request in asked:
         if isinstance(request, MemoryBudget):
             sizes = ((tier, getattr(request, f"{tier}_bytes")) for tier in TIERS)
-            found.append((",".join(f"{t}={short_bytes(size)}" for t, size in sizes), request))
+            found.append((" ".join(f"{t}={short_bytes(size)}" for t, size in sizes), request))
         elif request is None and default is not None:
             found.append(("as planned", default))
         else:
-            label = ",".join(f"{tier}={_text(size)}" for tier, size in (request or {}).items())
+            label = " ".join(f"{tier}={_text(size)}" for tier, size in (request or {}).items())
             found.append((label or "default", MemoryBudget.from_request(hw, request)))
     return found
 
@@ -567,11 +575,11 @@ class _Given:
 
 
 def _reason(error: Exception) -> str:
-    """The error in one line."""
+    """The error in one line; a tier that is too small in one short line."""
     if not isinstance(error, InsufficientMemoryError):
         return str(error).splitlines()[0]
     need, have = short_bytes(error.need_bytes), short_bytes(error.have_bytes)
-    return f"{error.tier} memory: needs {need}, has {have}"
+    return f"{error.tier}: needs {need}, has {have}"
 
 
 def swapped_bytes(planned: Planned) -> int:

@@ -52,8 +52,7 @@ class Search:
         kind: "max-batch" or "max-model".
         found: what fits, ``batch 96`` or ``gpt-175b``.
         trials: in the order in which they were tried.
-        limit: what binds: the first line of the error of the next larger one; or that nothing
-            larger was tried.
+        limit: what binds: why the next larger one does not fit; or that nothing larger was tried.
     """
 
     kind: SearchKind
@@ -269,7 +268,9 @@ def hardware(hw: HardwareProfile | str) -> HardwareProfile:
 
 
 def seconds_text(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
 def step_table(planned: Sequence[Planned]) -> Table:

@@ -32,6 +32,7 @@ from lohan_fx.plan import SCHEDULES, Schedule
 from lohan_fx.planned import Planned, Search, SearchKind, Trial, hardware
 from lohan_fx.planners import Planner, PlannerOptions, get, make_plan
 from lohan_fx.replicate import NotRepeatedError, extrapolate
+from lohan_fx.report import short_bytes
 from lohan_fx.runtime.optimizer import SUPPORTED, UnitOptimizer, check_supported
 from lohan_fx.runtime.scratch import update_scratch_bytes
 from lohan_fx.workload import Workload
@@ -592,7 +593,7 @@ class _Request:
                 plans[batch] = self.plan(tracer, batch)
             except InsufficientMemoryError as error:
                 errors[batch] = error
-            reason = _first_line(errors[batch]) if batch in errors else ""
+            reason = _why_not(errors[batch]) if batch in errors else ""
             trials[batch] = Trial(label=f"batch {batch}", fits=batch in plans, reason=reason)
             return batch in plans
 
@@ -610,7 +611,7 @@ class _Request:
             raise errors[1]
         limit = f"nothing up to batch {low}; larger ones were not tried"
         if high in errors:
-            limit = f"batch {high}: {_first_line(errors[high])}"
+            limit = f"batch {high}: {_why_not(errors[high])}"
         search = Search(
             kind="max-batch",
             found=f"batch {low}",
@@ -638,13 +639,13 @@ class _Request:
             except InsufficientMemoryError as error:
                 errors[middle] = error
                 high = middle
-            reason = _first_line(errors[middle]) if middle in errors else ""
+            reason = _why_not(errors[middle]) if middle in errors else ""
             trials[middle] = Trial(label=ladder[middle].name, fits=low == middle, reason=reason)
         if best is None:
             raise errors[0]
         limit = f"nothing: {ladder[-1].name} is the largest of its family"
         if high in errors:
-            limit = f"{ladder[high].name}: {_first_line(errors[high])}"
+            limit = f"{ladder[high].name}: {_why_not(errors[high])}"
         search = Search(
             kind="max-model",
             found=ladder[low].name,
@@ -675,5 +676,9 @@ def _next_batch(low: int, high: int, error: InsufficientMemoryError, *, halve: b
     return min(max(guess, low + 1), high - 1)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+def _why_not(error: InsufficientMemoryError) -> str:
+    """The error in one line, with how much is missing."""
+    need, have = short_bytes(error.need_bytes), short_bytes(error.have_bytes)
+    more = short_bytes(error.need_bytes - error.have_bytes)
+    where = error.where.partition(", strategy ")[0]
+    return f"{error.tier} memory: needs {need} of {have}, {more} too much, at {where}"

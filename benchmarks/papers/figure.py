@@ -29,12 +29,13 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A statement of a paper about order."""
+    """A statement of a paper. `order`: about who wins, or where the optimum lies."""
 
     figure: str
     key: str
     text: str
     where: str
+    order: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

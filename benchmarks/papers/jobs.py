@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from benchmarks.papers.models import spec_of
-from benchmarks.papers.systems import SYSTEMS
+from benchmarks.papers.systems import SYSTEMS, System
 from benchmarks.papers.workloads import (
     cache_directory,
     source_fingerprint,
@@ -88,7 +88,7 @@ class Step:
             plan = system.plan(w, hw, _host_bytes(hw, self.host))
         except InsufficientMemoryError as error:
             return Outcome(fits=False, reason=str(error).splitlines()[0])
-        return outcome(self.model, self.batch, w, plan, hw, pipelined=system.pipelined)
+        return outcome(self.model, self.batch, w, plan, hw, system)
 
 
 def outcome(
@@ -97,13 +97,13 @@ def outcome(
     w: Workload,
     plan: Plan,
     hw: HardwareProfile,
-    *,
-    pipelined: bool = False,
+    system: System,
 ) -> Outcome:
     """Simulate a plan."""
     sim = simulate(w, plan, hw)
-    optimizer_s = _pipelined_s(w, plan, hw) if pipelined else sim.optimizer_s
-    step_s = sim.forward_s + sim.backward_s + optimizer_s
+    optimizer_s = _pipelined_s(w, plan, hw) if system.pipelined else sim.optimizer_s
+    overhead_s = system.overhead_s_per_param * w.num_params
+    step_s = sim.forward_s + sim.backward_s + optimizer_s + overhead_s
     spec = spec_of(model)
     return Outcome(
         step_s=step_s,

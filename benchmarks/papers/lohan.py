@@ -79,12 +79,13 @@ def build_5a(results: Results, v: FigureValues) -> Figure:
         checks=checks,
         panels=[Panel(title="13B", x="batch", y="TFLOPS", lines=lines, log_x=True)],
         notes=[
-            "The baselines are faster here than in the paper: a strategy has none of DeepSpeed's "
-            "and Colossal-AI's own overheads (pageable memory for activations, Fuyou §5.5; "
-            "gradients through the SSDs, Fuyou §4.3; Python between kernels). Their copies are "
-            "serialized with compute, as Fuyou §3.2 describes. The paper's times for "
-            "ZeRO-Infinity at batch 32 show where the rest is: its backward takes 25.9 s (5.7 s "
-            "are 22% of it, §I), of which the GPU computes 17.6 s; here backward takes 17.5 s.",
+            "The baselines are faster here than in the paper. Their copies are serialized with "
+            "compute, as Fuyou §3.2 describes; ZeRO-Infinity and Colossal-AI have, besides, what "
+            "the share of a step in which their GPU is busy (36% and 12% at batch 32, §III-B) "
+            "leaves unexplained: 24 and 67 s of each step of 13B. No such share is stated for "
+            "ZeRO-Offload.",
+            "The baselines end at batch 32, as they compute the loss from all logits at once (31 "
+            "GiB at batch 64). That is an inference: what ends them is not stated.",
         ],
     )
 
@@ -92,8 +93,8 @@ def build_5a(results: Results, v: FigureValues) -> Figure:
 # -- Fig. 5c ----------------------------------------------------------------------------------
 
 BATCHES_5C: Mapping[str, Sequence[int]] = {
-    "gpt-6b": (64, 128),
-    "gpt-13b": (64, 128),
+    "gpt-6b": (32, 128),
+    "gpt-13b": (32, 64),
     "gpt-30b": (32, 64),
     "gpt-70b": (16, 32),
     "gpt-135b": (8, 16),
@@ -132,7 +133,7 @@ def build_5c(results: Results, v: FigureValues) -> Figure:
         v.row("peak-175b", own["gpt-175b"] / PEAK),
     ]
     checks = [
-        v.check("peak-small", all(0.9 <= y <= 1.0 for y in small), spread("of peak", small, 2)),
+        v.check("peak-small", all(0.88 <= y <= 0.98 for y in small), spread("of peak", small, 2)),
         v.check("baselines", max(others) <= 0.4, f"up to {max(others):.2f} of the peak"),
         v.check(
             "order",
@@ -230,8 +231,8 @@ def build_6(results: Results, v: FigureValues) -> Figure:
             "LoHan trains larger models here than in the paper: on the device are one unit's "
             "parameters and gradients and what compute needs of its activations, no more; the "
             "paper's system prefetches a unit beyond that, and fragmentation takes its share.",
-            "Colossal-AI keeps block inputs on the GPU, which are small at batch 1; its own "
-            "memory for chunks is not modelled, so it comes close to LoHan here.",
+            "ZeRO-Infinity and Colossal-AI need 6 and 8 bytes of main memory a parameter; see "
+            "`benchmarks/papers/systems.py`.",
         ],
     )
 
@@ -343,7 +344,11 @@ def build_8(results: Results, v: FigureValues) -> Figure:
         rows=[],
         checks=checks,
         panels=panels,
-        notes=["Which batches the paper has between 12 and 60 is not stated."],
+        notes=[
+            "Which batches the paper has between 12 and 60 is not stated.",
+            "At batch 60 and 256 GB, the paper's systems are both bound by a whole layer's "
+            "activations on the GPU. LoHan is not, here: it swaps what it cannot hold.",
+        ],
     )
 
 

@@ -150,17 +150,18 @@ class _Decoder:
 
 
 def _memferry() -> dict[str, _Encoder | _Decoder]:
-    """MemFerry §V-A: transformers' own sizes; transformerXL "within the range 0.7B-6.7B", hidden
-    2048 to 4096, embedding 32768 to 130528 rows (the layers here make up the sizes named)."""
+    """MemFerry §V-A: transformers' own sizes; transformerXL from 0.7B to 6.7B with hidden 2048 to
+    4096, embeddings of 32768 to 130528 rows, sequences of 378 to 4096. Which model has which is
+    not stated: here sequences grow with the model."""
     return {
         "bert-base": _Encoder(12, 12, 768, 30522, 512),
         "roberta": _Encoder(12, 12, 768, 50265, 512),
         "bert-large": _Encoder(24, 16, 1024, 30522, 512),
         "gpt2-medium": _Decoder(24, 16, 1024, 50257, 1024),
-        "xl-1b": _Encoder(17, 16, 2048, 65536, 512),
+        "xl-1b": _Encoder(17, 16, 2048, 65536, 384),
         "xl-2.7b": _Encoder(32, 20, 2560, 65536, 512),
-        "xl-4.3b": _Encoder(33, 25, 3200, 98304, 512),
-        "xl-6.7b": _Encoder(32, 32, 4096, 65536, 512),
+        "xl-4.3b": _Encoder(33, 25, 3200, 98304, 768),
+        "xl-6.7b": _Encoder(32, 32, 4096, 65536, 1024),
     }
 
 

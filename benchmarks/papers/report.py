@@ -15,11 +15,11 @@ COMMAND = "python -m benchmarks.papers"
 
 HEAD = f"""# The papers' figures, by simulation
 
-Made by `{COMMAND}`; do not edit. Every number under "ours" is simulated: the model is traced on
-meta tensors (blocks replicated), planned by the strategy, lowered to its program, and the program
-walked by the simulator under a preset of `lohan_fx.hardware`, one for each server. "Paper" has
-what the papers' text and tables state, and LoHan's evaluation data; their pictures were not at
-hand. All values and where they stand are in `benchmarks/papers/values.toml`.
+Made by `{COMMAND}`; do not edit. Every number under "ours" is simulated: the model
+is traced on meta tensors (blocks replicated), planned by the strategy, lowered to its program, and
+the program walked by the simulator under a preset of `lohan_fx.hardware`, one for each server.
+"Paper" has what the papers' text and tables state, and LoHan's evaluation data; their pictures were
+not at hand. All values and where they stand are in `benchmarks/papers/values.toml`.
 
 - **TFLOPS** are model FLOPs over the step's time: 3 · FLOP_f, without recomputation. LoHan's Table
   I has backward as 2 · FLOP_f; that FLOPs done again do not count follows from its numbers. At
@@ -33,6 +33,8 @@ hand. All values and where they stand are in `benchmarks/papers/values.toml`.
   runtime's own order, `lohan_fx.simulate.Rules()`).
 - **Presets** are fitted to what the papers state, once for each server; every rate has its source
   in `lohan_fx/hardware.py`.
+- **Systems** other than LoHan and Fuyou are strategies of lohan_fx with what the papers state about
+  the real ones: `benchmarks/papers/systems.py` says what.
 """
 
 
@@ -59,12 +61,14 @@ def gates_table(rows: Iterable[Row]) -> str:
 def _gates(figures: Sequence[Figure]) -> str:
     rows = [row for figure in figures for row in figure.rows]
     checks = [check for figure in figures for check in figure.checks]
-    held = sum(check.holds for check in checks)
+    order = [check.holds for check in checks if check.claim.order]
+    more = [check.holds for check in checks if not check.claim.order]
     return f"""## Gates
 
 {gates_table(rows)}
 
-Of {len(checks)} statements about order (who wins, where the optimum lies), {held} hold.
+Of {len(order)} statements about order (who wins, where the optimum lies), {sum(order)} hold; of
+{len(more)} others, {sum(more)}.
 """
 
 

@@ -5,8 +5,14 @@ its name, it does so by what the papers state about it, and only by that:
 
   - DeepSpeed and Colossal-AI start each copy when compute waits for it (`eager=False`): "P (SSD to
     CPU), P (CPU to GPU), C (GPU) and A (GPU to CPU) are serialized" (Fuyou §3.2).
+  - DeepSpeed and Colossal-AI compute the loss from all logits at once (`whole_logits`), which ends
+    at batch 32 on 24 GB; the named GPTs do it in pieces.
+  - ZeRO-Infinity keeps the GPU busy for 36% of a step of 13B at batch 32, Colossal-AI for 12%
+    (LoHan §III-B). What the plan does not explain of that is added to every step, in proportion to
+    the parameters (`overhead_s_per_param`): at 36% the step is 63 s, and 40 s are explained.
   - ZeRO-Infinity needs 1.1 TB of host memory for 175B (LoHan §I): 6 bytes a parameter, what
-    gradients in fp32 and parameters take.
+    gradients in fp32 and parameters take. Colossal-AI trains smaller models than that (Fuyou,
+    footnote 5): 8 bytes, parameters, gradients and masters.
   - "Without overlap", LoHan and Fuyou still overlap reads, updates and writes inside the optimizer
     stage (Fuyou §4.4): `pipelined`.
   - ZeRO-Offload as MemFerry runs it copies all parameters before forward begins (MemFerry §II-B).
@@ -18,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from benchmarks.papers.models import VOCABULARY
 from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import FetchWindow, Plan, Schedule
@@ -40,6 +47,9 @@ from lohan_fx.workload import Workload
 HOST_SHARE = 0.8
 """Of the host memory that a paper leaves to a system; `MemoryBudget`'s own default."""
 
+LOGIT_BYTES = 2 + 4 + 4
+"""Of one logit: half precision, fp32, and its gradient."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class System:
@@ -53,6 +63,9 @@ class System:
         pipelined: with schedule "serial": whether the optimizer stage overlaps its own reads,
             updates and writes.
         host_bytes_per_param: of host memory that the real system needs at least.
+        whole_logits: whether logits of all tokens are on the device at once: in half precision,
+            in fp32, and their gradients.
+        overhead_s_per_param: seconds of every step that the plan does not explain.
         copy_first: whether all parameters are copied before forward begins.
         smallest: the key of what this system comes down to where memory is short; quicker to try.
     """
@@ -65,6 +78,8 @@ class System:
     eager: bool = True
     pipelined: bool = False
     host_bytes_per_param: float = 0.0
+    whole_logits: bool = False
+    overhead_s_per_param: float = 0.0
     copy_first: bool = False
     smallest: str | None = None
 
@@ -85,7 +100,24 @@ class System:
             made = make_plan(self.planner, workload, hw, budget, options)
         else:
             made = _unhurried(self.planner, workload, hw, budget, options)
+        if self.whole_logits:
+            self._check_logits(workload, hw, made)
         return _copied_first(workload, hw, options, made) if self.copy_first else made
+
+    def _check_logits(self, workload: Workload, hw: HardwareProfile, plan: Plan) -> None:
+        """Logits beside the residuals that stay on the device."""
+        logits = LOGIT_BYTES * VOCABULARY * workload.num_tokens
+        kept = [v for v, r in plan.residuals.items() if r.action == "keep"]
+        need = logits + sum(workload.values[v].num_bytes for v in kept)
+        if need > hw.device_bytes:
+            raise InsufficientMemoryError(
+                "device",
+                need,
+                hw.device_bytes,
+                where=f"the logits of all tokens, {self.label}",
+                at_peak=[("logits", logits)],
+                advice="Use a smaller batch.",
+            )
 
 
 def _unhurried(
@@ -167,9 +199,20 @@ SYSTEMS: Mapping[str, System] = {
         planner="zero-infinity",
         eager=False,
         host_bytes_per_param=6.0,
+        whole_logits=True,
+        overhead_s_per_param=1.84e-9,
     ),
-    "zero-offload": System(label="ZeRO-Offload", planner="zero-offload", eager=False),
-    "colossal-ai": System(label="Colossal-AI", planner="colossal-ai", eager=False),
+    "zero-offload": System(
+        label="ZeRO-Offload", planner="zero-offload", eager=False, whole_logits=True
+    ),
+    "colossal-ai": System(
+        label="Colossal-AI",
+        planner="colossal-ai",
+        eager=False,
+        host_bytes_per_param=8.0,
+        whole_logits=True,
+        overhead_s_per_param=5.2e-9,
+    ),
     "flashneuron": System(label="FlashNeuron", planner="flashneuron"),
     "lohan+ds": System(
         label="LoHan+DS", planner=combine("zero-infinity", states="ssd", name="lohan+ds")

@@ -95,11 +95,11 @@ def test_axes_of_a_plan(hw: Path, tmp_path: Path) -> None:
 def test_searching(hw: Path) -> None:
     text = output(
         *("plan", TOY, "--hw", hw, "--strategy", "keep-all"),
-        *("--memory", "device=64KiB", "--search", "max-batch", "--batch", "4"),
+        *("--memory", "device=200KiB", "--search", "max-batch", "--batch", "4"),
     )
     assert "max-batch: batch " in text
     assert "limit: batch " in text
-    assert "not enough device memory" in text
+    assert "device memory: needs" in text
     assert "name one" in message("plan", TOY, "--hw", hw, "--search", "max-model")
     assert "max-batch" in message("plan", TOY, "--hw", hw, "--search", "max-speed")
 
@@ -131,7 +131,7 @@ def test_ablate(hw: Path, tmp_path: Path) -> None:
         *(part for file in files for part in ("--out", file)),
     )
     assert result.exit_code == 0
-    for part in ("lohan", "keep-all", "batch", "device=40KiB", "why not", "peaks and traffic"):
+    for part in ("lohan", "keep-all", "batch", "device=", "why not", "peaks and traffic"):
         assert part in result.stdout
     assert result.stderr.splitlines() == [f"saved {file}" for file in files]
     assert len(json.loads(files[1].read_text())["rows"]) == 8
@@ -155,7 +155,7 @@ def test_ablate_measures(tmp_path: Path) -> None:
         *("ablate", TOY, "--hw", tmp_path / "hw.json", "--strategy", "lohan"),
         *("--measure", "--steps", "1"),
     )
-    assert "measured" in text
+    assert "measured on this machine" in text
     assert "error" in text
 
 
