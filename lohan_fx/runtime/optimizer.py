@@ -34,7 +34,9 @@ from torch.optim import (
     Rprop,
 )
 
+from lohan_fx._compat import FakeTensor
 from lohan_fx.errors import StepError, UnsupportedOptimizerError
+from lohan_fx.runtime.native import adam
 
 ScalarState = list[dict[str, float] | None]
 """Per parameter: the step counters and other scalars by name (`{}` for an optimizer that keeps
@@ -611,6 +613,8 @@ class UnitOptimizer:
             return
         self._find_groups()
         settings = self._settings(hyperparameters, masters[0].device)
+        if self._update_natively(masters, grads, state, copies, settings):
+            return
         limit = self._limit(masters[0], sum(m.numel() for m in masters), scratch)
         pieces: list[_Piece] = []
         for i, (master, grad, copy) in enumerate(zip(masters, grads, copies, strict=True)):
@@ -637,6 +641,69 @@ class UnitOptimizer:
                 self._scalars[piece.index] = {
                     n: v for n, v in piece.entry.items() if n not in names
                 }
+
+    def _update_natively(
+        self,
+        masters: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        state: Sequence[Mapping[str, Tensor]],
+        copies: Sequence[Tensor | None],
+        settings: Mapping[int, Mapping[str, Any]],
+    ) -> bool:
+        """Update all at once by our own kernel, if it has the arithmetic that is asked for.
+
+        That is torch's fused Adam and AdamW on float32 in host memory: the results are the same,
+        in one pass and without the GIL.
+        """
+        if not isinstance(self._optimizer, (Adam, AdamW)) or masters[0].device.type != "cpu":
+            return False
+        if any(values.get("fused") is not True for values in settings.values()):
+            return False
+        kernel = adam.kernel()
+        if kernel is None:
+            return False
+        updates: list[adam.Update] = []
+        steps: dict[int, Tensor] = {}
+        for i, (master, grad, copy) in enumerate(zip(masters, grads, copies, strict=True)):
+            if grad is None:
+                continue
+            values = settings[self._places[i][0]]
+            scalars = self._scalars[i]
+            steps[i] = scalars["step"] + 1 if scalars else torch.ones((), dtype=torch.float32)
+            beta1, beta2 = values["betas"]
+            amsgrad = bool(values["amsgrad"])
+            try:
+                update = adam.Update(
+                    master=master,
+                    exp_avg=state[i]["exp_avg"],
+                    exp_avg_sq=state[i]["exp_avg_sq"],
+                    max_exp_avg_sq=state[i]["max_exp_avg_sq"] if amsgrad else None,
+                    gradient=grad,
+                    copy=copy,
+                    lr=float(values["lr"]),
+                    beta1=float(beta1),
+                    beta2=float(beta2),
+                    eps=float(values["eps"]),
+                    weight_decay=float(values["weight_decay"]),
+                    step=float(steps[i]),
+                    decoupled=_decouples(self._optimizer, values),
+                    maximize=bool(values["maximize"]),
+                )
+            except KeyError:
+                return False
+            if not update.supported():
+                return False
+            updates.append(update)
+        if any(isinstance(master, FakeTensor) for master in masters):
+            return True  # a rehearsal (`scratch`): the kernel allocates nothing
+        for i in steps:
+            if self._scalars[i] is None:
+                for name in self._planned[i].tensors:
+                    state[i][name].zero_()
+        kernel.run(updates)
+        for i, step in steps.items():
+            self._scalars[i] = {"step": step}
+        return True
 
     def _pieces(
         self,
@@ -743,6 +810,11 @@ def _batches(pieces: Iterable[_Piece], limit: int) -> Iterator[list[_Piece]]:
         size += numel
     if batch:
         yield batch
+
+
+def _decouples(optimizer: Optimizer, values: Mapping[str, Any]) -> bool:
+    """Whether weight decay is AdamW's."""
+    return bool(values.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
 
 
 def _same_order(a: Tensor, b: Tensor) -> bool:

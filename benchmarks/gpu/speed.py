@@ -1,0 +1,209 @@
+"""lohan_fx under a memory cap against others on one card: step time, peaks, floors, what binds.
+
+    python benchmarks/gpu/speed.py 2.78B-b8 [CASE…] [--systems plain,ours] [--out FILE]
+
+Every system trains the same GPT on the same batches; ratios are within this run. lohan_fx is
+capped by `torch.cuda.set_per_process_memory_fraction`; plain training is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import baselines
+import psutil
+import torch
+from gpt import Shape
+from harness import Batch, Timing, batches, ours, timed
+
+import lohan_fx
+from lohan_fx.bounds import step_bound
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.simulate import simulate
+from lohan_fx.timeline import save_trace
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table. `cap` is lohan_fx's device memory in GiB, all of the card if None."""
+
+    shape: Shape
+    batch: int
+    cap: float | None = 24
+    recompute: bool = True
+    goal: float = 0.85
+
+
+CASES = {
+    "0.4B-b8": Case(shape=Shape(layers=24, hidden=1024, heads=16), batch=8, cap=4),
+    "1.3B-fits": Case(
+        shape=Shape(layers=24, hidden=2048, heads=16), batch=8, cap=None, recompute=False, goal=0.98
+    ),
+    "2.78B-b8": Case(shape=Shape(layers=32, hidden=2560, heads=20), batch=8),
+    "2.78B-b32": Case(shape=Shape(layers=32, hidden=2560, heads=20), batch=32, goal=0.95),
+    "6.05B-b16": Case(shape=Shape(layers=28, hidden=4096, heads=32), batch=16),
+}
+
+BASELINES: dict[str, Callable[[Case], baselines.Step]] = {
+    "plain": lambda case: baselines.plain(case.shape, recompute=case.recompute),
+    "plain-mixed": lambda case: baselines.plain_mixed(case.shape, recompute=case.recompute),
+    "save-on-cpu": lambda case: baselines.saved_on_cpu(case.shape),
+}
+
+
+def run_baseline(name: str, case: Case, data: list[Batch]) -> dict[str, Any]:
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    start = time.perf_counter()
+    step = BASELINES[name](case)
+    built = time.perf_counter()
+    step(*data[0])
+    torch.cuda.synchronize()
+    first_s = time.perf_counter() - built
+    held = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
+    timing = timed(step, data)
+    del step
+    baselines.free()
+    return {
+        "step_s": timing.step_s(),
+        "peak": held + timing.peak_bytes,
+        "build_s": built - start,
+        "first_step_s": first_s,
+        "losses": timing.losses,
+    }
+
+
+def cap(gib: float | None) -> None:
+    total = torch.cuda.get_device_properties().total_memory
+    torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else gib * GIB / total)
+
+
+def run_ours(
+    case: Case,
+    data: list[Batch],
+    hw: HardwareProfile,
+    options: argparse.Namespace,
+    name: str,
+) -> dict[str, Any]:
+    weights = {k: v.cpu() for k, v in baselines.build(case.shape).state_dict().items()}
+    baselines.free()
+    cap(case.cap)
+    budget = f"{case.cap - options.slack}GiB" if case.cap is not None else "76GiB"
+    settings: dict[str, Any] = {"strategy": options.strategy, "memory": {"device": budget}}
+    if options.schedule != "auto":
+        settings["schedule"] = options.schedule
+    start = time.perf_counter()
+    with ours(case.shape, weights, hw, **settings) as run:
+        del weights
+        program = run.lohan.prepare(*data[0])
+        prepared = time.perf_counter()
+        run.step(*data[0])
+        torch.cuda.synchronize()
+        first = time.perf_counter()
+        timing: Timing = timed(run.step, data)
+        rss = psutil.Process().memory_info().rss
+        with run.lohan.record() as recorder:
+            run.step(*data[0])
+            run.step(*data[1])
+        real = recorder.timeline(f"recorded {name}")
+        with run.lohan.time_ops() as timer:
+            run.step(*data[0])
+        op_seconds = timer.seconds()
+        workload = program.workload.timed(op_seconds)
+        predicted = simulate(workload, program.plan, hw)
+        bound = step_bound(workload, program.plan, hw, program=program.instructions)
+        print(run.model.report(), flush=True)  # type: ignore[operator]
+        print(real.summary(), flush=True)
+        tiers = [u.tier for u in program.plan.units.values()]
+        row = {
+            "step_s": timing.step_s(),
+            "peak": timing.peak_bytes + program.memory.static_bytes,
+            "planned_peak": program.memory.peak_bytes,
+            "first_step_s": first - start,
+            "prepare_s": prepared - start,
+            "rss": rss,
+            "losses": timing.losses,
+            "predicted_s": predicted.step_s,
+            "bound_s": bound.seconds,
+            "binds": bound.resource,
+            "work_s": bound.work,
+            "tiers": {t: tiers.count(t) for t in set(tiers)},
+            "notes": program.plan.notes,
+        }
+        if options.out:
+            stem = options.out.with_suffix("")
+            save_trace(Path(f"{stem}-{name}.trace.json"), [real, predicted.timeline.coalesce()])
+            Path(f"{stem}-{name}.ops.json").write_text(json.dumps(op_seconds))
+            Path(f"{stem}-{name}.plan.json").write_text(json.dumps(program.plan.to_dict()))
+    cap(None)
+    return row
+
+
+def commit() -> str:
+    """Of the code that runs, where git is there to ask."""
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="+", choices=sorted(CASES))
+    parser.add_argument("--systems", default="plain,ours")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--strategy", default="lohan-resident")
+    parser.add_argument("--schedule", default="auto")
+    parser.add_argument("--slack", type=float, default=1.5, help="GiB of the cap left to CUDA")
+    parser.add_argument("--cpu-rate", type=float, help="Gparam/s of the optimizer beside a step")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        hw = lohan_fx.profile_hardware(ssd=[directory], quick=True)
+    if options.cpu_rate:
+        hw = hw.replace(cpu_optimizer_params_per_s=1e9 * options.cpu_rate)
+    print(*(f"  {k}: {v}" for k, v in hw.describe()), sep="\n", flush=True)
+    results: dict[str, Any] = {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "cases": {},
+    }
+    for name in options.cases:
+        case = CASES[name]
+        data = batches(case.shape, case.batch, options.steps)
+        tokens = case.batch * case.shape.sequence
+        rows: dict[str, Any] = {}
+        for system in options.systems.split(","):
+            if system in BASELINES:
+                row = run_baseline(system, case, data)
+            else:
+                baselines.free()
+                row = run_ours(case, data, hw, options, name)
+            rows[system] = row
+            row["tokens_per_s"] = tokens / row["step_s"]
+            text = f"{name} {system}: {row['step_s']:.3f} s, {row['tokens_per_s']:,.0f} tokens/s"
+            text += f", peak {row['peak'] / GIB:.2f} GiB, first step {row['first_step_s']:.1f} s"
+            if "plain" in rows and system == "ours":
+                ratio = rows["plain"]["step_s"] / row["step_s"]
+                text += f"; {ratio:.2f} of plain (goal {case.goal})"
+            if system == "ours":
+                text += f"; predicted {row['predicted_s']:.3f} s, floor {row['bound_s']:.3f} s "
+                text += f"({row['binds']}), RSS {row['rss'] / GIB:.1f} GiB, {row['tiers']}"
+            print(text, flush=True)
+        results["cases"][name] = {"shape": asdict(case.shape), "batch": case.batch, **rows}
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

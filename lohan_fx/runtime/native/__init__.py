@@ -1,0 +1,1 @@
+"""Kernels in C++, built once on the machine that runs them."""

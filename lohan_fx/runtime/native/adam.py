@@ -1,0 +1,238 @@
+"""Adam and AdamW in one pass over host memory, without Python's lock.
+
+`library` builds `adam.cpp` with the system's C++ compiler once a machine and loads it through
+ctypes, which lets go of the GIL for the whole call. Where there is no compiler the optimizer runs
+torch's own kernels, chunk by chunk, at about half the rate.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("lohan_fx")
+
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+)
+
+_DTYPES = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+_VECTOR = 8
+"""Float32 elements in a vector of torch's CPU kernels (of their remainder loop, with AVX-512)."""
+
+
+class _Tensors(ctypes.Structure):
+    """`Tensors` of adam.cpp."""
+
+    _fields_ = (
+        ("master", ctypes.c_void_p),
+        ("exp_avg", ctypes.c_void_p),
+        ("exp_avg_sq", ctypes.c_void_p),
+        ("max_exp_avg_sq", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("copy", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("tail", ctypes.c_int64),
+        ("gradient_dtype", ctypes.c_int32),
+        ("copy_dtype", ctypes.c_int32),
+        ("lr", ctypes.c_double),
+        ("beta1", ctypes.c_double),
+        ("beta2", ctypes.c_double),
+        ("eps", ctypes.c_double),
+        ("weight_decay", ctypes.c_double),
+        ("step", ctypes.c_double),
+        ("decoupled", ctypes.c_int32),
+        ("maximize", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One parameter's update. Tensors are contiguous in host memory and of one size.
+
+    Attributes:
+        master, exp_avg, exp_avg_sq, max_exp_avg_sq: float32; the last is None without amsgrad.
+        gradient, copy: float32, bfloat16 or float16; no copy is written if it is None.
+        step: number of this update, from 1.
+        decoupled: AdamW; else Adam.
+    """
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None
+    gradient: Tensor
+    copy: Tensor | None
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: float
+    decoupled: bool
+    maximize: bool
+
+    def supported(self) -> bool:
+        """Whether the kernel can run it."""
+        states = [self.master, self.exp_avg, self.exp_avg_sq]
+        if self.max_exp_avg_sq is not None:
+            states.append(self.max_exp_avg_sq)
+        others = [self.gradient] if self.copy is None else [self.gradient, self.copy]
+        return (
+            all(t.dtype == torch.float32 for t in states)
+            and all(t.dtype in _DTYPES for t in others)
+            and all(t.is_contiguous() and t.device.type == "cpu" for t in (*states, *others))
+        )
+
+    def _packed(self) -> _Tensors:
+        def address(tensor: Tensor | None) -> int | None:
+            return None if tensor is None else tensor.data_ptr()
+
+        return _Tensors(
+            master=address(self.master),
+            exp_avg=address(self.exp_avg),
+            exp_avg_sq=address(self.exp_avg_sq),
+            max_exp_avg_sq=address(self.max_exp_avg_sq),
+            gradient=address(self.gradient),
+            copy=address(self.copy),
+            size=self.master.numel(),
+            tail=self.master.numel() % _VECTOR,
+            gradient_dtype=_DTYPES[self.gradient.dtype],
+            copy_dtype=_DTYPES[None if self.copy is None else self.copy.dtype],
+            lr=self.lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            step=self.step,
+            decoupled=self.decoupled,
+            maximize=self.maximize,
+        )
+
+
+class AdamKernel:
+    """The loaded library and its threads.
+
+    Args:
+        path: the shared library.
+        num_threads: threads of one update, the caller's among them.
+    """
+
+    def __init__(self, path: Path, num_threads: int) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.lohan_pool_new.argtypes = [ctypes.c_int]
+        self._library.lohan_pool_new.restype = ctypes.c_void_p
+        self._library.lohan_pool_delete.argtypes = [ctypes.c_void_p]
+        self._library.lohan_pool_delete.restype = None
+        self._library.lohan_adam.argtypes = [
+            ctypes.c_void_p,
+            ctypes.POINTER(_Tensors),
+            ctypes.c_int64,
+        ]
+        self._library.lohan_adam.restype = ctypes.c_int
+        self.num_threads = num_threads
+        self._pool = self._library.lohan_pool_new(num_threads)
+        if not self._pool:
+            raise OSError(f"the system refused {num_threads} threads for the CPU optimizer")
+
+    def run(self, updates: Sequence[Update]) -> None:
+        """Update all parameters in place. Calls from several threads run one after the other.
+
+        Raises:
+            MemoryError: no memory for the list of parameters; nothing has changed.
+        """
+        packed = (_Tensors * len(updates))(*(update._packed() for update in updates))
+        if self._library.lohan_adam(self._pool, packed, len(updates)):
+            raise MemoryError(f"no memory to list {len(updates)} parameters for their update")
+
+    def close(self) -> None:
+        """Join the threads. No call may be running."""
+        self._library.lohan_pool_delete(self._pool)
+        self._pool = None
+
+
+@functools.cache
+def kernel() -> AdamKernel | None:
+    """The process's kernel, built at the first call; None where it cannot be built."""
+    try:
+        return AdamKernel(library(), max(1, torch.get_num_threads()))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("no compiled CPU optimizer, torch's kernels run instead: %s", error)
+        return None
+
+
+def library() -> Path:
+    """Build the library unless this machine has it; return its path.
+
+    Raises:
+        OSError: no compiler, or no folder to write to.
+        subprocess.SubprocessError: the compiler failed or took more than two minutes.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler: install g++, or set CXX")
+    source = resources.files(__package__).joinpath("adam.cpp").read_bytes()
+    key = hashlib.sha256(source)
+    for part in (compiler, *_FLAGS, _processor()):
+        key.update(part.encode() + b"\0")
+    folder = _cache()
+    found = folder / f"adam-{key.hexdigest()[:24]}.so"
+    if not found.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch, "adam.so")
+            subprocess.run(
+                [compiler, *_FLAGS, "-x", "c++", "-", "-o", str(made)],
+                input=source,
+                check=True,
+                capture_output=True,
+                timeout=120,
+            )
+            made.replace(found)  # atomic: processes that build at once do not meet
+    return found
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    wanted = ("model name", "flags", "Features")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+
+
+def _cache() -> Path:
+    """A folder of this user's alone: what lies there is loaded as code."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base, "lohan_fx")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="lohan_fx-"))
