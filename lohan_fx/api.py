@@ -49,6 +49,20 @@ class LohanModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.lohan(args, kwargs)
 
+    # Who asks for parameters gets them as the last step made them.
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        self.lohan.sync()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.lohan.sync()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.lohan.sync()
+        return super().load_state_dict(*args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copies and pickles: threads, files and host memory belong to one model."""
         raise LohanError(
@@ -93,8 +107,10 @@ def compile(
             outputs if there is none), "all", or names of top-level outputs.
         states: tier of parameters and optimizer states; "auto" lets the strategy choose.
         swap_to: tier of swapped activations; "auto" fills host memory first.
-        schedule: "optimized", "naive" or "serial" (LoHan Fig. 3): how updates overlap; "auto":
-            the strategy's own.
+        schedule: "optimized", "naive" or "serial" (LoHan Fig. 3): how updates overlap with
+            backward. "overlapped": "optimized", and what is left of them runs beside the next
+            forward (call ``model.lohan.sync()`` before reading a parameter that you hold; the
+            model's own ``parameters()`` and ``state_dict()`` do). "auto": the strategy's own.
         plan: a plan made earlier for the same model and inputs; replaces the strategy.
 
     Raises:

@@ -225,6 +225,12 @@ class CompiledModel:
         """Bytes moved since the model was compiled."""
         return self.memory.lanes.counters.copy() if self.memory is not None else Counters()
 
+    def _named_parameters(self, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As the user's class names them, without waiting for updates (`LohanModule`)."""
+        found: Iterator[tuple[str, nn.Parameter]]
+        found = self._original.named_parameters(self.model, **options)
+        return found
+
     # -- programs ---------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> CompiledProgram:
@@ -233,7 +239,7 @@ class CompiledModel:
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledProgram:
         grad = torch.is_grad_enabled() and (
-            any(p.requires_grad for p in self.model.parameters())
+            any(p.requires_grad for _, p in self._named_parameters())
             or any(
                 isinstance(x, Tensor) and x.requires_grad
                 for x in pytree.tree_leaves((args, kwargs))
@@ -284,7 +290,7 @@ class CompiledModel:
             return (type(leaf), leaf)
 
         modes = tuple(m.training for m in self.model.modules())
-        grads = tuple(p.requires_grad for p in self.model.parameters())
+        grads = tuple(p.requires_grad for _, p in self._named_parameters())
         return (grad, modes, grads, str(spec), tuple(of(leaf) for leaf in leaves))
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> CompiledProgram:
@@ -470,8 +476,7 @@ class CompiledModel:
         rings["staging"] = footprint.staging_of(workload, plan)
         buffers = {name: (r.count, r.total_bytes) for name, r in rings.items() if r.count}
         for unit in workload.units:
-            own = plan.schedule == "serial" or unit.name in direct
-            if own and unit.trainable and tiers[unit.name] != "device":
+            if footprint.has_own_buffer(unit, tiers[unit.name], plan.schedule, direct):
                 buffers[f"gradients of {unit.name}"] = (1, unit.compute_bytes)
         return memory.grow_buffers(buffers)
 
@@ -511,7 +516,7 @@ class CompiledModel:
             with torch.no_grad():
                 flat = executor.forward(inputs)
         else:
-            named = dict(self.model.named_parameters(remove_duplicate=False))
+            named = dict(self._named_parameters(remove_duplicate=False))
             wanted = [r for r in executor.halves.backward_outputs if r.kind == "gradient"]
             sources = [named[r.target] if r.target else inputs[r.index] for r in wanted]
             flat = _Step.apply(executor, inputs, wanted, self._anchor, *sources)
@@ -548,8 +553,20 @@ class CompiledModel:
             return leaf.to(dtype)
         return leaf
 
-    def join(self) -> None:
-        """Finish the optimizer's work of this step: what optimizer.step() does first."""
+    def sync(self) -> None:
+        """Wait until parameters and optimizer states are those that the last step made.
+
+        Only schedule "overlapped" leaves any of that to the next step.
+
+        Raises:
+            the first error of an update.
+        """
+        updater = self.memory.updater if self.memory is not None else None
+        if updater is not None and not updater.pending:
+            updater.join()
+
+    def finish_step(self) -> None:
+        """End the optimizer's work of this step: what optimizer.step() does first."""
         if self.memory is None or self.memory.updater is None:
             return
         recorder = self.memory.lanes.recorder
@@ -557,7 +574,7 @@ class CompiledModel:
         if recorder is not None:
             recorder.phase = "optimizer"
             began = recorder.mark()
-        self.memory.updater.join()
+        self.memory.updater.finish()
         if recorder is not None:
             label = self.memory.lanes.label("join", "optimizer.step")
             recorder.add("gpu", label, began, recorder.mark())
@@ -601,6 +618,10 @@ class CompiledModel:
         The model is an ordinary module again, with its weights, and the optimizer has its states
         again; both stay in the memory where they are until they are collected.
         """
+        try:
+            self.sync()
+        except Exception as error:  # noqa: BLE001 - what was held is given back all the same
+            self._say("close", f"the last step's updates did not end: {error}")
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.give_back(self.optimizer)
         model = self._model()
@@ -628,7 +649,7 @@ class _Join:
     def __call__(self, *_: Any) -> None:
         compiled = self._compiled()
         if compiled is not None:
-            compiled.join()
+            compiled.finish_step()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,6 @@ class CostOptions:
         duplex_limit: both directions together are bound by the link's duplex rate.
         cpu_optimizer: seconds of the optimizer on the CPU. Off: hidden by SSD traffic.
         device_optimizer: seconds that the update of device-resident units takes.
-        overlap_next_forward: with schedule "optimized", updates and state traffic that
-            backward leaves over may hide behind the next forward.
     """
 
     roofline: bool = True
@@ -36,7 +34,6 @@ class CostOptions:
     duplex_limit: bool = True
     cpu_optimizer: bool = True
     device_optimizer: bool = True
-    overlap_next_forward: bool = False
 
     @classmethod
     def paper(cls) -> CostOptions:
@@ -47,7 +44,6 @@ class CostOptions:
             duplex_limit=False,
             cpu_optimizer=False,
             device_optimizer=False,
-            overlap_next_forward=False,
         )
 
 
@@ -210,7 +206,7 @@ def _backward_terms(rates: _Rates, d: Demand, schedule: Schedule) -> dict[str, f
         terms["duplex"] = rates.duplex(d.gradient_bytes + reloads)
     if schedule == "naive":
         terms["optimizer"] = states + cpu
-    elif schedule == "optimized":
+    elif schedule != "serial":
         terms["cpu"] = cpu
     return terms
 
@@ -240,7 +236,8 @@ def iteration_time(
         demand: what the iteration asks of every resource.
         options: which extensions count; `CostOptions()` if None.
         schedule: "serial" updates after backward (ZeRO), "naive" reads, updates and writes
-            one unit after another during backward, "optimized" overlaps the three.
+            one unit after another during backward, "optimized" overlaps the three, "overlapped"
+            also with the next forward.
 
     Raises:
         HardwareError: the profile has no rate for a resource that the demand uses.
@@ -249,7 +246,7 @@ def iteration_time(
     forward = _forward_terms(rates, demand)
     forward_s = max(forward.values())
     backward = _backward_terms(rates, demand, schedule)
-    if schedule == "optimized" and rates.options.overlap_next_forward:
+    if schedule == "overlapped":
         _hide_behind_forward(rates, demand, forward_s, forward, backward)
     optimizer_s = 0.0
     if schedule == "serial":

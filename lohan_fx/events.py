@@ -72,17 +72,21 @@ class Clock:
 
 
 class Worker:
-    """A thread: runs processes to their end, one after another, in order of submission."""
+    """A thread: runs processes to their end, one after another.
+
+    The next is the one of lowest rank among those that are ready; if none is, the one that was
+    submitted first (`runtime.lanes.RankedLane`).
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._jobs: deque[tuple[Process, Signal]] = deque()
+        self._jobs: list[tuple[int, Signal | None, Process, Signal]] = []
         self._running = False
 
-    def submit(self, job: Process) -> Signal:
+    def submit(self, job: Process, *, rank: int = 0, ready: Signal | None = None) -> Signal:
         """Queue a job; the signal is its end."""
         ended = Signal()
-        self._jobs.append((job, ended))
+        self._jobs.append((rank, ready, job, ended))
         if not self._running:
             self._clock.start(self._run())
         return ended
@@ -90,7 +94,9 @@ class Worker:
     def _run(self) -> Process:
         self._running = True
         while self._jobs:
-            job, ended = self._jobs.popleft()
+            ready = [k for k, (_, r, _, _) in enumerate(self._jobs) if r is None or r.done]
+            chosen = min(ready, key=lambda k: (self._jobs[k][0], k), default=0)
+            _, _, job, ended = self._jobs.pop(chosen)
             yield from job
             self._clock.fire(ended)
         self._running = False

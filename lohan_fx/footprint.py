@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from lohan_fx.plan import Plan, Schedule, Tier
+from lohan_fx.plan import PIPELINED, Plan, Schedule, Tier
 from lohan_fx.workload import Unit, Workload
 
 PAGE_BYTES = 4096
@@ -44,6 +44,21 @@ def _in_tier(units: Iterable[Unit], tiers: Mapping[str, Tier], tier: Tier) -> li
     return [u for u in units if tiers[u.name] == tier]
 
 
+def has_own_buffer(
+    unit: Unit, tier: Tier, schedule: Schedule, direct: Collection[str] = ()
+) -> bool:
+    """Whether a unit's gradients wait for its update in a host buffer of their own.
+
+    They do with schedule "serial", which updates after backward; with "overlapped", so that
+    backward need not wait for updates (units on SSD have a ring all the same: host memory is what
+    they lack); and where the device writes gradients as they are made (`direct`).
+    """
+    if not unit.trainable or tier == "device":
+        return False
+    waits = schedule == "serial" or (schedule == "overlapped" and tier == "host")
+    return waits or unit.name in direct
+
+
 def gradient_ring(
     units: Iterable[Unit],
     tiers: Mapping[str, Tier],
@@ -53,16 +68,14 @@ def gradient_ring(
 ) -> Ring:
     """Host buffers that receive gradients of the units in `tier` (none for the device tier).
 
-    Schedule "serial" updates after backward, so every unit has its own buffer, as the units
-    named in `direct` have, whose gradients are written as they are made; see
-    `gradient_bytes_needed`. Otherwise two buffers of the largest unit take turns.
+    Two buffers of the largest unit take turns, beside those of units that have their own.
     """
-    if tier == "device" or schedule == "serial":
+    if tier == "device":
         return Ring()
     sizes = [
         align(u.compute_bytes)
         for u in _in_tier(units, tiers, tier)
-        if u.trainable and u.name not in direct
+        if u.trainable and not has_own_buffer(u, tier, schedule, direct)
     ]
     return Ring(count=2, num_bytes=max(sizes)) if sizes else Ring()
 
@@ -76,9 +89,7 @@ def gradient_bytes_needed(
     """Host bytes of all gradient buffers."""
     units = tuple(units)
     own = [
-        align(u.compute_bytes)
-        for u in units
-        if u.trainable and tiers[u.name] != "device" and (schedule == "serial" or u.name in direct)
+        align(u.compute_bytes) for u in units if has_own_buffer(u, tiers[u.name], schedule, direct)
     ]
     rings = (gradient_ring(units, tiers, schedule, tier, direct) for tier in ("host", "ssd"))
     return sum(own) + sum(ring.total_bytes for ring in rings)
@@ -87,13 +98,13 @@ def gradient_bytes_needed(
 def state_ring(units: Iterable[Unit], tiers: Mapping[str, Tier], schedule: Schedule) -> Ring:
     """Host buffers through which trainable SSD units pass while they are updated.
 
-    Schedule "optimized" reads unit i−1, updates i and writes i+1 at once (LoHan §IV-C): three
-    buffers of the largest unit. The others have one unit in flight.
+    Schedules "optimized" and "overlapped" read unit i−1, update i and write i+1 at once (LoHan
+    §IV-C): three buffers of the largest unit. The others have one unit in flight.
     """
     sizes = [unit_bytes(u) for u in _in_tier(units, tiers, "ssd") if u.trainable]
     if not sizes:
         return Ring()
-    return Ring(count=3 if schedule == "optimized" else 1, num_bytes=max(sizes))
+    return Ring(count=3 if schedule in PIPELINED else 1, num_bytes=max(sizes))
 
 
 def staging(units: Iterable[Unit], tiers: Mapping[str, Tier], ssd_residuals: Iterable[int]) -> Ring:

@@ -18,12 +18,15 @@ from lohan_fx.errors import PlanError
 
 Tier = Literal["device", "host", "ssd"]
 Action = Literal["keep", "swap", "recompute"]
-Schedule = Literal["serial", "naive", "optimized"]
+Schedule = Literal["serial", "naive", "optimized", "overlapped"]
 Access = Literal["fetch", "direct"]
 Emission = Literal["copy", "direct"]
 
 TIERS: tuple[Tier, ...] = ("device", "host", "ssd")
-SCHEDULES: tuple[Schedule, ...] = ("serial", "naive", "optimized")
+SCHEDULES: tuple[Schedule, ...] = ("serial", "naive", "optimized", "overlapped")
+
+PIPELINED: frozenset[Schedule] = frozenset({"optimized", "overlapped"})
+"""Schedules that read states ahead and write them back beside the next update (LoHan §IV-C)."""
 
 FORMAT_VERSION = 1
 
@@ -102,6 +105,7 @@ class Prediction:
     ssd_read_bytes: int = 0
     ssd_write_bytes: int = 0
     recompute_flops: int = 0
+    recompute_s: float = 0.0
     binding: str = ""
 
 
@@ -143,11 +147,25 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan that `to_dict` wrote.
+
+        Raises:
+            PlanError: another format, a missing key, or an entry of the wrong kind.
+        """
         if data.get("format") != FORMAT_VERSION:
             raise PlanError(
                 f"plan format {data.get('format')!r} is not {FORMAT_VERSION}: "
                 "make the plan again with this version of lohan_fx"
             )
+        try:
+            return cls._read(data)
+        except KeyError as error:
+            raise PlanError(f"the plan lacks {error.args[0]!r}: is the file complete?") from None
+        except (AttributeError, TypeError) as error:
+            raise PlanError(f"the plan has an entry of the wrong kind: {error}") from None
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any]) -> Plan:
         return cls(
             strategy=data["strategy"],
             workload=data["workload"],
@@ -172,4 +190,15 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        """The plan that `save` wrote.
+
+        Raises:
+            PlanError: the file is no plan, or not a whole one.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise PlanError(f"{path} is no plan: {error}") from None
+        if not isinstance(data, dict):
+            raise PlanError(f"{path} is no plan: it holds a {type(data).__name__}")
+        return cls.from_dict(data)

@@ -12,8 +12,8 @@ when compute reaches their instruction); latencies; compute and copies that slow
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 from lohan_fx.errors import HardwareError
@@ -23,6 +23,7 @@ from lohan_fx.footprint import (
     align,
     direct_gradients,
     gradient_ring,
+    has_own_buffer,
     host_bytes_needed,
     ssd_bytes_needed,
     staging_of,
@@ -30,8 +31,16 @@ from lohan_fx.footprint import (
     tiers_of,
 )
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import Plan
-from lohan_fx.program import Instruction, Program, Residency, lower, residency, window_storage
+from lohan_fx.plan import PIPELINED, Plan
+from lohan_fx.program import (
+    Instruction,
+    Program,
+    Residency,
+    host_view_name,
+    lower,
+    residency,
+    window_storage,
+)
 from lohan_fx.timeline import PHASES, Lane, Series, Span, StepPhase, Timeline, Traffic
 from lohan_fx.workload import Unit, Workload
 
@@ -169,7 +178,7 @@ class _Recorder:
                 kind=label.kind,
                 start_s=start,
                 end_s=end,
-                num_bytes=num_bytes,
+                num_bytes=num_bytes if label.counts else 0,
                 phase=label.phase,
                 block=label.block,
             )
@@ -184,13 +193,15 @@ class _Recorder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Label:
-    """What a span says; one object a transfer. A `free` transfer takes no time (warm start)."""
+    """What a span says; one object a transfer. A `free` transfer takes no time (warm start); the
+    bytes of one that does not count are another step's."""
 
     name: str
     kind: str
     phase: StepPhase
     block: str
     free: bool = False
+    counts: bool = True
 
 
 @dataclass(slots=True)
@@ -254,12 +265,16 @@ class _Transfers:
 
     # -- what instructions ask for ----------------------------------------------------------
 
-    def copy(self, lane: Lane, num_bytes: int, label: _Label) -> Signal:
-        """Between device and host memory."""
-        if self._streams:
+    def copy(
+        self, lane: Lane, num_bytes: int, label: _Label, after: Signal | None = None
+    ) -> Signal:
+        """Between device and host memory, not before `after`."""
+        if self._streams and (after is None or after.done):
             return self.link(lane, num_bytes, label)
 
         def job() -> Process:
+            if after is not None:
+                yield after
             yield self.link(lane, num_bytes, label)
 
         return self._threads[lane].submit(job())
@@ -344,16 +359,21 @@ class _Updates:
             for tier in ("host", "ssd")
         }
         self.states = Ring(clock, state_ring(units, self.tiers, plan.schedule).count)
+        self.counts = True
         self._worker = Worker(clock)
         self._order: deque[Unit] = deque()
         self._reads: dict[str, Signal] = {}
         self._ends: list[Signal] = []
         self._held: list[Unit] = []
+        self._rank: dict[str, int] = {}
+        self._fresh: dict[str, Signal] = {}
 
-    def begin(self, order: list[Unit]) -> None:
+    def begin(self, order: list[Unit], *, counts: bool) -> None:
         """Backward begins; it will emit the gradients of these units."""
+        self.counts = counts
+        self._rank = {u.name: -i for i, u in enumerate(order)}
         self._order = deque(u for u in order if self.tiers[u.name] == "ssd")
-        if self.schedule == "optimized" and self._order:
+        if self.schedule in PIPELINED and self._order:
             self._ends.append(self._worker.submit(self._first_reads()))
 
     def emitted(self, unit: Unit, arrival: Signal) -> None:
@@ -366,16 +386,30 @@ class _Updates:
         def job() -> Process:
             yield arrival
             yield from self._update(unit)
-            if unit.name not in self.direct:
+            if not self.has_own_buffer(unit):
                 self.rings[self.tiers[unit.name]].release()
 
-        self._ends.append(self._worker.submit(job()))
+        if self.schedule != "overlapped":
+            self._ends.append(self._worker.submit(job()))
+            return
+        self._fresh[unit.name] = Signal()
+        self._ends.append(self._worker.submit(job(), rank=self._rank[unit.name], ready=arrival))
+
+    def has_own_buffer(self, unit: Unit) -> bool:
+        return has_own_buffer(unit, self.tiers[unit.name], self.schedule, self.direct)
+
+    def fresh(self, unit: Unit) -> Signal | None:
+        """When the unit at rest is what the last step made it; None if it is."""
+        return self._fresh.get(unit.name)
 
     def join(self) -> Process:
         """optimizer.step(): wait for every update and every write."""
         for unit in self._held:
             self._ends.append(self._worker.submit(self._update(unit)))
         yield from self._ends  # it grows while updates submit their writes
+        self._ends.clear()
+        self._held.clear()
+        self._fresh.clear()
 
     def _update(self, unit: Unit) -> Process:
         on_ssd = self.tiers[unit.name] == "ssd"
@@ -390,12 +424,17 @@ class _Updates:
         end = start + unit.num_params / self.rate
         yield end
         self.record.add("cpu", start, end, self._label(unit, "update"))
+        fresh = self._fresh.get(unit.name)
         if not on_ssd:
+            if fresh is not None:
+                self.clock.fire(fresh)
             return
         label = self._label(unit, "write_states")
         written = self.transfers.write(unit.state_bytes + unit.compute_bytes, label)
         written.then(self.states.release)
-        if self.schedule == "optimized":
+        if fresh is not None:
+            written.then(partial(self.clock.fire, fresh))
+        if self.schedule in PIPELINED:
             self._ends.append(written)
             if self.eager:
                 written.then(self._read_ahead)
@@ -417,7 +456,7 @@ class _Updates:
 
     def _label(self, unit: Unit, kind: str) -> _Label:
         phase: StepPhase = "optimizer" if self.schedule == "serial" else "backward"
-        return _Label(unit.name, kind, phase, unit.block)
+        return _Label(unit.name, kind, phase, unit.block, counts=self.counts)
 
 
 class _Step:
@@ -448,6 +487,8 @@ class _Step:
         self.updates = _Updates(self.clock, self.record, hw, self.transfers, workload, plan)
         self.time = 0.0
         self.done = False
+        self.origin = 0.0
+        self.counts = plan.schedule != "overlapped"
         self.forward_end = 0.0
         self.backward_end = 0.0
         self.starts: list[float] = []
@@ -462,6 +503,9 @@ class _Step:
             for u in workload.units
             for k in range(len(plan.units[u.name].windows))
         }
+        for u in workload.units:
+            for phase in ("forward", "backward"):
+                self._unit_of[host_view_name(u.name, phase)] = u
         self._handlers: dict[str, Callable[[Instruction], Process]] = {
             "offload": self._offload,
             "release": self._release,
@@ -481,21 +525,48 @@ class _Step:
         if not self.done:
             at = self.program.instructions[len(self.starts) - 1] if self.starts else "the start"
             raise RuntimeError(f"nothing can go on: the program is stuck at {at}")
-        timeline = Timeline(name=name, spans=self.record.finish(), memory=self._memory())
-        step_s = self.time
+        step_s = self.time - self.origin
+        spans = tuple(self._within_step(self.record.finish()))
         return Simulation(
-            timeline=timeline,
+            timeline=Timeline(name=name, spans=spans, memory=self._memory()),
             step_s=step_s,
-            forward_s=self.forward_end,
+            forward_s=self.forward_end - self.origin,
             backward_s=self.backward_end - self.forward_end,
-            optimizer_s=step_s - self.backward_end,
+            optimizer_s=self.time - self.backward_end,
             device=self.memory,
             num_events=self.clock.count,
         )
 
+    def _within_step(self, spans: Iterable[Span]) -> Iterator[Span]:
+        """Spans by the time since the step's start. What goes on after its end is cut there, and
+        what the step before left over moves no bytes of this one."""
+        if not self.origin:
+            yield from spans
+            return
+        for span in spans:
+            start, end = (min(t, self.time) - self.origin for t in (span.start_s, span.end_s))
+            if end <= 0:
+                continue
+            yield replace(span, start_s=max(start, 0.0), end_s=end)
+
     # -- the program ------------------------------------------------------------------------
 
     def _execute(self) -> Process:
+        """With schedule "overlapped" the second of two steps counts: it has the first one's
+        updates beside it, as every step but the first has."""
+        if self.plan.schedule == "overlapped":
+            yield from self._once()
+            self.origin = self.time
+            self.counts = True
+            self.starts.clear()
+            for changes in self.slots.values():
+                changes.clear()
+        yield from self._once()
+        if self.plan.schedule != "overlapped":
+            yield from self._join()
+        self.done = True
+
+    def _once(self) -> Process:
         """`self.time` is the device's own clock: it computes alone, and meets the others where
         an instruction touches a transfer."""
         backward = False
@@ -504,7 +575,9 @@ class _Step:
                 backward = True
                 yield self.time
                 self.forward_end = self.time
-                self.updates.begin(self._emission_order())
+                if self.plan.schedule == "overlapped":
+                    yield from self._stall_for(self.updates.join(), self._label(x, "join"))
+                self.updates.begin(self._emission_order(), counts=self.counts)
             self.starts.append(self.time)
             if x.kind == "compute" or x.kind == "recompute":
                 self.warm = False
@@ -520,7 +593,6 @@ class _Step:
         self.backward_end = self.time
         if not backward:
             self.forward_end = self.time
-        yield from self._join()
 
     def _emission_order(self) -> list[Unit]:
         by_name = self.workload.unit_by_name
@@ -532,6 +604,13 @@ class _Step:
 
     def _stall(self, signal: Signal, label: _Label) -> Process:
         yield signal
+        if self.clock.now > self.time:
+            self.record.add("gpu", self.time, self.clock.now, label)
+            self.time = self.clock.now
+
+    def _stall_for(self, others: Process, label: _Label) -> Process:
+        yield from others
+        yield self.time
         if self.clock.now > self.time:
             self.record.add("gpu", self.time, self.clock.now, label)
             self.time = self.clock.now
@@ -568,10 +647,11 @@ class _Step:
 
     def _fetch_unit(self, x: Instruction) -> Process:
         label = self._label(x, "fetch_unit")
+        after = self.updates.fresh(self._unit_of[x.name])
         if x.tier == "host":
-            self._fetches[x.name] = self.transfers.copy("h2d", x.num_bytes, label)
+            self._fetches[x.name] = self.transfers.copy("h2d", x.num_bytes, label, after)
         else:
-            self._fetches[x.name] = self.transfers.from_ssd(x.num_bytes, label)
+            self._fetches[x.name] = self.transfers.from_ssd(x.num_bytes, label, after)
         yield from ()
 
     def _wait_unit(self, x: Instruction) -> Process:
@@ -584,7 +664,9 @@ class _Step:
         self._work(self.clock.now - self.time, label)
 
     def _host_view(self, x: Instruction) -> Process:
-        yield from ()
+        fresh = self.updates.fresh(self._unit_of[x.name])
+        if fresh is not None:
+            yield from self._stall(fresh, self._label(x, "host_view"))
 
     def _write_gradient(self, x: Instruction) -> Process:
         yield from self._over_link("d2h", x.num_bytes, x, "write_gradient")
@@ -600,7 +682,7 @@ class _Step:
             self.updates.emitted(unit, Signal(done=True))
             return
         label = self._label(x, "emit_gradients")
-        if self.plan.schedule != "serial":
+        if not self.updates.has_own_buffer(unit):
             yield from self._stall(self.updates.rings[x.tier].acquire(), label)
         arrival = self._arrivals[x.name] = self.transfers.copy("d2h", x.num_bytes, label)
         self.updates.emitted(unit, arrival)
@@ -620,18 +702,13 @@ class _Step:
 
     def _join(self) -> Process:
         self._update_on_device("optimizer")
-        yield from self.updates.join()
-        yield self.time
-        if self.clock.now > self.time:
-            label = _Label("optimizer.step", "join", "optimizer", "")
-            self.record.add("gpu", self.time, self.clock.now, label)
-            self.time = self.clock.now
-        self.done = True
+        label = _Label("optimizer.step", "join", "optimizer", "")
+        yield from self._stall_for(self.updates.join(), label)
 
     # -- names and memory -------------------------------------------------------------------
 
     def _label(self, x: Instruction, kind: str) -> _Label:
-        return _Label(x.name, kind, x.phase, self._block(x), self.warm)
+        return _Label(x.name, kind, x.phase, self._block(x), self.warm, self.counts)
 
     def _block(self, x: Instruction) -> str:
         if x.kind == "compute":

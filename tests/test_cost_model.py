@@ -129,9 +129,9 @@ def test_schedules() -> None:
 
 
 def test_updates_hide_behind_the_next_forward() -> None:
-    options = replace(WITHOUT, cpu_optimizer=True, overlap_next_forward=True)
+    options = replace(WITHOUT, cpu_optimizer=True)
     slow = HW.replace(cpu_optimizer_params_per_s=0.1)  # 100 s of updates
-    time = iteration_time(slow, replace(PAPER, ssd_state_write_bytes=0), options)
+    time = iteration_time(slow, replace(PAPER, ssd_state_write_bytes=0), options, "overlapped")
     assert time.backward_terms["cpu"] == pytest.approx(100 - time.forward_s)
     assert time.step_s == pytest.approx(100)
 

@@ -642,7 +642,7 @@ def both(
     asked = PlannerOptions(**{"states": "ssd", **options})
     plan = make_plan("lohan", w, hw, MemoryBudget.from_request(hw), asked)
     program = lower(w, plan)
-    cost = CostOptions(overlap_next_forward=False)
+    cost = CostOptions()
     closed = iteration_time(hw, demand_of(w, plan, program), cost, plan.schedule)
     return simulate(w, plan, hw, program=program, rules=rules), closed
 

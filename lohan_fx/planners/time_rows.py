@@ -262,6 +262,8 @@ class TimeRows:
             late = (self.emit >= c).astype(np.float64)
             earlier = {"device": np.where(self.emit < c, self._updates, 0.0)}
             grads = self._moved(late * self.gradient * rate.d2h)
+            if self.schedule == "overlapped":  # the next forward may hide all of this
+                continue
             yield Row(
                 resource="d2h",
                 stages=BACKWARD,
@@ -282,6 +284,9 @@ class TimeRows:
             if rate.write:
                 chain = {"ssd": written, "ssd-hold": written, **earlier}
                 yield Row(resource="ssd", stages=TO_END, base=before, residual=remade, unit=chain)
+        if self.schedule == "overlapped":
+            chain = self._moved(self.params * rate.cpu)
+            yield Row(resource="cpu", stages=STEP, base=0.0, residual={}, unit=chain)
         if self.schedule == "serial":
             cpu = self.params * rate.cpu
             chain = self._moved(cpu)
@@ -299,13 +304,14 @@ class TimeRows:
         states = self.state_read * rate.read + self.state_write * rate.write
         back = {o: x + states for o, x in self._ssd_fetches(n, end).items()}
         every = {o: x + states for o, x in self._ssd_fetches(0, end).items()}
-        yield Row(
-            resource="ssd",
-            stages=TO_END,
-            base=0.0,
-            residual={"ssd": self.size * rate.read},
-            unit=back,
-        )
+        if self.schedule != "overlapped":
+            yield Row(
+                resource="ssd",
+                stages=TO_END,
+                base=0.0,
+                residual={"ssd": self.size * rate.read},
+                unit=back,
+            )
         yield Row(
             resource="ssd",
             stages=STEP,

@@ -205,12 +205,13 @@ class Engine:
         label = self.lanes.label("fetch_unit", window_storage(states.unit.name, window))
         began = self._pause()
         flat = torch.empty_like(flats.compute, device=self.lanes.device)
+        after = self.updater.fresh(unit) if self.updater is not None else None
         if states.tier == "host":
-            self._fetches[unit] = self.lanes.to_device([(flats.compute, flat)], label)
+            self._fetches[unit] = self.lanes.to_device([(flats.compute, flat)], label, after)
         else:
             assert self.states.file is not None
             self._fetches[unit] = self.lanes.from_ssd(
-                self.states.file, states.offset, flat.view(torch.uint8), label
+                self.states.file, states.offset, flat.view(torch.uint8), label, after=after
             )
         self._resume(began)
         return flat
@@ -225,6 +226,9 @@ class Engine:
     def host_view(self, unit: int, num_bytes: int) -> list[Tensor]:
         """Views of a unit's host buffer that compute can read: `num_bytes` will cross the link."""
         states = self.states.units[unit]
+        after = self.updater.fresh(unit) if self.updater is not None else None
+        if after is not None:
+            after.synchronize()
         self.lanes.count(h2d_bytes=num_bytes)
         return views_of(self.states.reachable(states), states.layout.slices)
 

@@ -65,6 +65,12 @@ class Ticket:
         if self.event is not None:
             self.event.synchronize()
 
+    def done(self) -> bool:
+        """Whether the bytes have arrived, or never will."""
+        if not self._signal.is_set():
+            return False
+        return self._error is not None or self.event is None or bool(self.event.query())
+
     def settle(self) -> None:
         """Wait on the host until the transfer has ended, failed or not."""
         self._signal.wait()
@@ -114,7 +120,7 @@ class Lane:
                     self._changed.wait()
                 if not self._jobs:
                     return
-                job, ticket = self._jobs.popleft()
+                job, ticket = self._take()
             try:
                 with self._context():
                     job()
@@ -130,8 +136,42 @@ class Lane:
                 ticket.finish(event)
             del ticket
 
+    def _take(self) -> tuple[Callable[[], None], Ticket]:
+        """The next job; there is one. The lock is held."""
+        return self._jobs.popleft()
+
     def _context(self) -> AbstractContextManager[object]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+
+class RankedLane(Lane):
+    """A lane that runs, among the jobs whose input has arrived, the one of lowest rank.
+
+    If no input has arrived, the job that was submitted first runs and waits for its own. Jobs
+    submitted without a rank are always ready and of rank 0.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._ranks: dict[Ticket, tuple[int, Ticket]] = {}
+        super().__init__(name)
+
+    def submit_ranked(self, job: Callable[[], None], rank: int, ready: Ticket) -> Ticket:
+        """Queue a job that waits for `ready` itself."""
+        ticket = Ticket()
+        self._ranks[ticket] = (rank, ready)
+        return self.submit(job, ticket)
+
+    def _take(self) -> tuple[Callable[[], None], Ticket]:
+        best = 0
+        best_rank: int | None = None
+        for k, (_, ticket) in enumerate(self._jobs):
+            rank, ready = self._ranks.get(ticket, (0, None))
+            if (best_rank is None or rank < best_rank) and (ready is None or ready.done()):
+                best, best_rank = k, rank
+        job, ticket = self._jobs[best]
+        del self._jobs[best]
+        self._ranks.pop(ticket, None)
+        return job, ticket
 
 
 def storage_of(tensor: Tensor) -> Tensor:
@@ -204,9 +244,12 @@ class Lanes:
         """Copy (device source, host destination) pairs once compute has reached this point."""
         return self._copy(self.d2h, "d2h", list(pairs), label)
 
-    def to_device(self, pairs: Sequence[tuple[Tensor, Tensor]], label: Label) -> Ticket:
-        """Copy (host source, device destination) pairs once compute has reached this point."""
-        return self._copy(self.h2d, "h2d", list(pairs), label)
+    def to_device(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], label: Label, after: Ticket | None = None
+    ) -> Ticket:
+        """Copy (host source, device destination) pairs once compute has reached this point and
+        the sources are there (`after`)."""
+        return self._copy(self.h2d, "h2d", list(pairs), label, after)
 
     def _copy(
         self,
@@ -214,34 +257,39 @@ class Lanes:
         link: Literal["d2h", "h2d"],
         pairs: list[tuple[Tensor, Tensor]],
         label: Label,
+        after: Ticket | None = None,
     ) -> Ticket:
         size = sum(source.numel() * source.element_size() for source, _ in pairs)
         self.count(**{f"{link}_bytes": size})
         start = self.mark()
         stream = lane.stream
         recorder = self.recorder
-        if stream is not None:  # asynchronous already: no thread is needed to queue it
-            assert start is not None
-            ticket = Ticket()
-            with torch.cuda.stream(stream):
+
+        def copy() -> None:
+            if stream is not None and start is not None:
                 stream.wait_event(start)
-                began = recorder.mark() if recorder is not None else 0.0
-                for source, destination in pairs:
-                    destination.copy_(source, non_blocking=True)
-                if recorder is not None:
-                    recorder.add(link, label, began, recorder.mark(), size)
+            began = recorder.mark() if recorder is not None else 0.0
+            while pairs:
+                source, destination = pairs.pop()
+                destination.copy_(source, non_blocking=True)
+            if recorder is not None:
+                recorder.add(link, label, began, recorder.mark(), size)
+
+        if stream is not None and (after is None or after.done()):
+            if after is not None:
+                after.synchronize()  # raises if it failed
+            ticket = Ticket()
+            with torch.cuda.stream(stream):  # asynchronous already: no thread need queue it
+                copy()
                 event = torch.cuda.Event()
                 event.record(stream)
             ticket.finish(event)
             return ticket
 
         def job() -> None:
-            began = recorder.mark() if recorder is not None else 0.0
-            while pairs:
-                source, destination = pairs.pop()
-                destination.copy_(source)
-            if recorder is not None:
-                recorder.add(link, label, began, recorder.mark(), size)
+            if after is not None:
+                after.synchronize()
+            copy()
 
         return lane.submit(job)
 

@@ -7,6 +7,9 @@ Schedules (LoHan §IV-C, Fig. 3):
              time, beside backward (Fig. 3a).
   optimized  states of the next units are read before their gradients arrive, and written back
              while the next unit is updated (Fig. 3b).
+  overlapped optimized, and `optimizer.step()` does not wait: what backward leaves over runs beside
+             the next forward, the unit that it needs first before others. A unit is fetched when
+             it has been updated, so the step is the same. (§IV-C stops at the end of backward.)
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from lohan_fx.plan import Schedule
+from lohan_fx.plan import PIPELINED, Schedule
 from lohan_fx.runtime.arena import BufferRing
-from lohan_fx.runtime.lanes import Lane, Lanes, Ticket
+from lohan_fx.runtime.lanes import Lanes, RankedLane, Ticket
 from lohan_fx.runtime.optimizer import Hyperparameters, snapshot_hyperparameters
 from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, on_device, views_of
 from lohan_fx.timeline import Lane as Lane_
@@ -41,7 +45,7 @@ class Updater:
         state_ring: host buffers for units on SSD.
 
     Attributes:
-        pending: backward has begun and `join` has not run.
+        pending: backward has begun and `finish` or `join` has not run.
         torn: units that were updated by a step that then failed.
     """
 
@@ -67,7 +71,9 @@ class Updater:
         self._rings = gradient_rings
         self._buffers = gradient_buffers
         self._state_ring = state_ring
-        self._lane = Lane("optimizer")
+        self._lane = RankedLane("optimizer")
+        self._rank: dict[int, int] = {}
+        self._fresh: dict[int, Ticket] = {}
         self._order: deque[UnitStates] = deque()
         self._reads: dict[int, tuple[Tensor, Future[None]]] = {}
         self._writes: list[Future[None]] = []
@@ -81,13 +87,19 @@ class Updater:
     # -- called by the program -------------------------------------------------------------
 
     def begin(self, order: Sequence[int]) -> None:
-        """Backward begins. `order` are the units in the order in which it emits gradients."""
+        """Backward begins. `order` are the units in the order in which it emits gradients.
+
+        Raises:
+            the first error of an update of the step before.
+        """
+        self.join()
+        self._rank = {index: -i for i, index in enumerate(order)}  # last out is needed first
         self._hyperparameters = snapshot_hyperparameters(self._optimizer)
         self.pending = True
         self._stopped = False
         on_ssd = [self._states.units[i] for i in order if self._states.units[i].tier == "ssd"]
         self._order = deque(on_ssd)
-        if self.schedule == "optimized" and on_ssd:
+        if self.schedule in PIPELINED and on_ssd:
             self._read_ahead()
 
     def emit(self, index: int, gradients: Sequence[Tensor | None]) -> None:
@@ -129,16 +141,31 @@ class Updater:
             self._held.append((states, views, arrival))
             return
 
+        fresh = Ticket() if self.schedule == "overlapped" else None
+
         def job() -> None:
             try:
                 arrival.synchronize()
                 if not self._stopped:
-                    self._update(states, views)
+                    self._update(states, views, fresh)
+            except BaseException as error:
+                if fresh is not None:
+                    fresh.fail(error)
+                raise
             finally:
                 if borrowed is not None:
                     self._rings[states.tier].release(borrowed)
 
-        self._updates.append(self._lane.submit(job))
+        if fresh is None:
+            self._updates.append(self._lane.submit(job))
+            return
+        self._fresh[states.index] = fresh
+        rank = self._rank[states.index]
+        self._updates.append(self._lane.submit_ranked(job, rank, arrival))
+
+    def fresh(self, index: int) -> Ticket | None:
+        """When a unit at rest is what the last step made it; None if it is."""
+        return self._fresh.get(index)
 
     def write(self, index: int, gradients: Sequence[Tensor], indices: Sequence[int]) -> None:
         """Compute itself writes gradients into the unit's host buffer (direct host access)."""
@@ -168,14 +195,22 @@ class Updater:
         """Compute waits until the unit's gradients have left the device."""
         self._arrivals.pop(index).wait()
 
+    def finish(self) -> None:
+        """End the step, as optimizer.step() does: with schedule "overlapped" updates go on.
+
+        Raises:
+            as `join`.
+        """
+        if self.schedule != "overlapped":
+            self.join()
+        self.pending = False
+
     def join(self) -> None:
         """Finish the step: every unit updated, every byte written back.
 
         Raises:
             the first error of any update; later ones are lost with it.
         """
-        if not self.pending:
-            return
         error: BaseException | None = None
         try:
             for states, gradients, arrival in self._held:
@@ -205,6 +240,10 @@ class Updater:
 
         If units were updated before, the model stands between two steps: see `torn`.
         """
+        if not self.pending:  # a forward failed: the step before it ends as if it had not
+            with suppress(BaseException):  # `torn` says it, and the error of forward is on its way
+                self.join()
+            return
         self._stopped = True
         with self._lock:
             self._order.clear()  # nothing more is read ahead
@@ -234,14 +273,19 @@ class Updater:
         self._arrivals.clear()
         self._reads.clear()
         self._order.clear()
+        self._fresh.clear()
         self.pending = False
 
     # -- on the optimizer's thread ----------------------------------------------------------
 
-    def _update(self, states: UnitStates, gradients: list[Tensor | None]) -> None:
+    def _update(
+        self, states: UnitStates, gradients: list[Tensor | None], fresh: Ticket | None = None
+    ) -> None:
         if states.tier == "host":
             assert states.flats is not None
             self._step(states, states.flats, gradients)
+            if fresh is not None:
+                fresh.finish()
             return
         buffer = self._read_states(states)
         try:
@@ -249,7 +293,7 @@ class Updater:
         except BaseException:
             self._ring.release(buffer)
             raise
-        self._write_back(states, buffer)
+        self._write_back(states, buffer, fresh)
 
     @property
     def _ring(self) -> BufferRing:
@@ -298,7 +342,7 @@ class Updater:
             raise
         return buffer
 
-    def _write_back(self, states: UnitStates, buffer: Tensor) -> None:
+    def _write_back(self, states: UnitStates, buffer: Tensor, fresh: Ticket | None) -> None:
         assert self._states.file is not None
         unit = states.unit
         size = unit.state_bytes + unit.compute_bytes
@@ -310,13 +354,18 @@ class Updater:
             on_span=self._lanes.on_io(self._lanes.label("write_states", unit.name), size),
         )
 
-        def ended(_: Future[None]) -> None:
+        def ended(write: Future[None]) -> None:
             self._ring.release(buffer)
-            if self.schedule == "optimized":
+            error = write.exception()
+            if fresh is not None and error is not None:
+                fresh.fail(error)
+            elif fresh is not None:
+                fresh.finish()
+            if self.schedule in PIPELINED:
                 self._read_ahead()
 
         write.add_done_callback(ended)
-        if self.schedule == "optimized":
+        if self.schedule in PIPELINED:
             self._writes.append(write)
         else:
             write.result()
