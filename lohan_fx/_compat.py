@@ -63,6 +63,7 @@ __all__ = [
     "dynamo_capture",
     "export_joint",
     "fake_mode",
+    "inductor_kernel",
     "is_wrapper_subclass",
     "storage_key",
     "unfused_rnn",
@@ -309,3 +310,26 @@ def boxed(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
 def version_of(tensor: torch.Tensor) -> int:
     """How many times the tensor was written in place through itself or a view of it."""
     return int(tensor._version)
+
+
+def inductor_kernel(
+    body: fx.GraphModule, inputs: Sequence[torch.Tensor]
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    """Compile a functional graph for inputs of these layouts (fake tensors).
+
+    The result takes one list, which it empties, and returns the outputs with the strides that the
+    graph's own have. Values are rounded to their dtypes between ops, as eager mode does.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
+    with torch.no_grad(), mode, config.patch(emulate_precision_casts=True):
+        module = make_fx(body, decomposition_table=select_decomp_table())(*inputs)
+        output = module.graph.output_node()
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+        made: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+        made = compile_fx_inner(module, list(inputs))
+    return made

@@ -349,7 +349,8 @@ def annotate(
     _register_missing_formulas()
     graph = captured.graph.graph
     tied = captured.first_names
-    mark_blocks(graph, model)
+    if any("block" not in n.meta for n in graph.nodes if n.op == "call_function"):
+        mark_blocks(graph, model)  # else `fusion` has
     mark_roots(graph)
     unit_of = {s.name: u.name for u in layouts for s in u.slices}
     trained = {s.name for u in layouts if u.trains for s in u.slices}
@@ -469,7 +470,7 @@ def _op(
         bytes_read=bytes_read,
         bytes_written=bytes_written,
         seconds=seconds,
-        scratch_bytes=workspace_bytes(node),
+        scratch_bytes=node.meta.get("scratch_bytes") or workspace_bytes(node),
         recomputable=is_repeatable(node),
     )
     made = [

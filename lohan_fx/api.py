@@ -76,13 +76,14 @@ def compile(
     *,
     hw: HardwareProfile | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    strategy: str | Planner = "lohan",
+    strategy: str | Planner = "pareto",
     memory: Mapping[str, int | str] | None = None,
     dtype: torch.dtype | Literal["auto"] | None = "auto",
     outputs: Outputs = "auto",
     states: Literal["auto", "device", "host", "ssd"] = "auto",
     swap_to: Literal["auto", "host", "ssd"] = "auto",
     schedule: Schedule | Literal["auto"] = "auto",
+    fused: bool | Literal["auto"] = "auto",
     plan: Plan | None = None,
 ) -> M:
     """Make `model` train within a memory budget, with plain PyTorch's numbers.
@@ -111,6 +112,8 @@ def compile(
             backward. "overlapped": "optimized", and what is left of them runs beside the next
             forward (call ``model.lohan.sync()`` before reading a parameter that you hold; the
             model's own ``parameters()`` and ``state_dict()`` do). "auto": the strategy's own.
+        fused: compile what lies between matrix products and attention with Inductor: faster, and
+            equal to rounding where eager's own kernels are equal to the bit. "auto": on CUDA.
         plan: a plan made earlier for the same model and inputs; replaces the strategy.
 
     Raises:
@@ -147,6 +150,7 @@ def compile(
             strategy=strategy,
             planner=PlannerOptions(states=states, swap_to=swap_to, schedule=schedule),
             outputs=outputs,
+            fused=device.type == "cuda" if fused == "auto" else fused,
             plan=plan,
         ),
     )

@@ -24,6 +24,7 @@ from lohan_fx import footprint
 from lohan_fx.annotate import StateLayout, UnitLayout, annotate, unit_layouts
 from lohan_fx.capture import Captured, Outputs, capture
 from lohan_fx.errors import CaptureError, InsufficientMemoryError, LohanError, StepError
+from lohan_fx.fusion import Kernels, fuse
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.passes import PassManager, Rewrite, pipeline
 from lohan_fx.passes.split import split
@@ -66,6 +67,7 @@ class Options:
     strategy: str | Planner
     planner: PlannerOptions
     outputs: Outputs
+    fused: bool = False
     plan: Plan | None = None
 
 
@@ -176,6 +178,7 @@ class CompiledModel:
         self.latest: CompiledProgram | None = None
         self._said: set[str] = set()
         self._scratch: dict[Any, int] = {}
+        self._kernels = Kernels(options.device, compiled=True)
         for name, p in model.named_parameters():
             if p.is_meta:
                 raise LohanError(
@@ -296,6 +299,8 @@ class CompiledModel:
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> CompiledProgram:
         options = self.options
         captured = self._capture(args, kwargs, grad)
+        if options.fused:
+            fuse(captured, self.model, self._kernels)
         workload = self._with_scratch(
             annotate(captured, self.model, self._layouts, self._state_layout, options.hw)
         )

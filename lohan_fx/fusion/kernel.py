@@ -1,0 +1,126 @@
+"""Compile the body of a fused op, once for each structure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lohan_fx import _compat
+from lohan_fx.fusion.clusters import Kernel
+
+logger = logging.getLogger("lohan_fx")
+
+
+class Kernels:
+    """Makes kernels, and remembers them by structure: all blocks of a model share theirs.
+
+    Args:
+        device: where they run; what they allocate there besides their results is measured.
+        compiled: by Inductor; otherwise the body is interpreted, which fuses nothing and is exact
+            to the bit.
+    """
+
+    def __init__(self, device: torch.device, *, compiled: bool) -> None:
+        self._device = device
+        self._compiled = compiled
+        self._made: dict[str, Kernel] = {}
+
+    @property
+    def count(self) -> int:
+        """Different kernels so far."""
+        return len(self._made)
+
+    def __call__(self, body: fx.GraphModule, name: str) -> Kernel:
+        key = structure(body)
+        if key not in self._made:
+            self._made[key] = self._make(body, f"{name}_{len(self._made)}")
+        return self._made[key]
+
+    def _make(self, body: fx.GraphModule, name: str) -> Kernel:
+        inputs = [n.meta["val"] for n in body.graph.find_nodes(op="placeholder")]
+        returned: Any = body.graph.output_node().args[0]
+        wanted = [n.meta["val"] for n in returned]
+        run: Callable[[list[Tensor]], Sequence[Tensor]]
+        if self._compiled:
+            run = _compat.inductor_kernel(body, inputs)
+        else:
+            run = _compat.boxed(body, body.graph)
+        kernel = _callable(run, len(wanted), name)
+        if self._compiled and self._device.type == "cuda":
+            kernel.scratch_bytes = _rehearse(run, inputs, wanted, name)  # type: ignore[attr-defined]
+        return kernel
+
+
+def _callable(
+    run: Callable[[list[Tensor]], Sequence[Tensor]], num_results: int, name: str
+) -> Kernel:
+    """A function with the name under which programs print it."""
+
+    def single(*arguments: Tensor) -> Tensor:
+        return run(list(arguments))[0]
+
+    def several(*arguments: Tensor) -> tuple[Tensor, ...]:
+        return tuple(run(list(arguments)))
+
+    made: Any = single if num_results == 1 else several
+    made.__name__ = made.__qualname__ = name
+    return made  # type: ignore[no-any-return]
+
+
+def _rehearse(
+    run: Callable[[list[Tensor]], Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    name: str,
+) -> int:
+    """Run once on zeros: bytes allocated at once besides results; checks that these are laid out
+    as planned."""
+    given = [
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs
+    ]
+    for t in given:
+        t.zero_()
+    stats = torch.cuda.memory_stats
+    before = stats()["requested_bytes.all.current"]
+    torch.cuda.reset_peak_memory_stats()
+    results = run(list(given))
+    torch.cuda.synchronize()
+    peak = stats()["requested_bytes.all.peak"] - before
+    held = stats()["requested_bytes.all.current"] - before
+    for made, planned in zip(results, wanted, strict=True):
+        if made.shape != planned.shape or made.stride() != planned.stride():
+            raise RuntimeError(
+                f"Inductor lays out a result of {name} as {made.stride()}, not {planned.stride()}"
+            )
+    return max(0, int(peak - held))
+
+
+def structure(body: fx.GraphModule) -> str:
+    """What decides the kernel: ops, constants, and layouts of inputs and results."""
+    names = {node: f"v{k}" for k, node in enumerate(body.graph.nodes)}
+    lines = []
+    for node in body.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _Name(names[n]))
+        line = f"{names[node]} = {node.op} {node.target if node.op != 'placeholder' else ''}"
+        lines.append(f"{line} {args} {kwargs}{_layout(node)}")
+    return "\n".join(lines)
+
+
+class _Name(str):
+    """Printed as it is, unlike a string that is an argument."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _layout(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return ""
+    return f" {value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()}"
