@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -176,6 +177,7 @@ class CompiledModel:
         self.programs: OrderedDict[Any, CompiledProgram] = OrderedDict()
         self.memory: Memory | None = None
         self.latest: CompiledProgram | None = None
+        self.setup_s: dict[str, float] = {}
         self._said: set[str] = set()
         self._scratch: dict[Any, int] = {}
         self._kernels = Kernels(options.device, compiled=True)
@@ -298,12 +300,15 @@ class CompiledModel:
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> CompiledProgram:
         options = self.options
-        captured = self._capture(args, kwargs, grad)
+        with self._stage("capture"):
+            captured = self._capture(args, kwargs, grad)
         if options.fused:
-            fuse(captured, self.model, self._kernels)
-        workload = self._with_scratch(
-            annotate(captured, self.model, self._layouts, self._state_layout, options.hw)
-        )
+            with self._stage("fuse"):
+                fuse(captured, self.model, self._kernels)
+        with self._stage("annotate"):
+            workload = self._with_scratch(
+                annotate(captured, self.model, self._layouts, self._state_layout, options.hw)
+            )
         fixed = (
             {u.unit.name: u.tier for u in self.memory.states.units}
             if self.memory is not None
@@ -311,21 +316,31 @@ class CompiledModel:
         )
         plan = options.plan
         if plan is None or plan.workload != workload.name or fixed is not None:
-            plan = make_plan(
-                options.strategy,
-                workload,
-                options.hw,
-                options.budget,
-                dataclasses.replace(options.planner, fixed_units=fixed),
-            )
+            with self._stage("plan"):
+                plan = make_plan(
+                    options.strategy,
+                    workload,
+                    options.hw,
+                    options.budget,
+                    dataclasses.replace(options.planner, fixed_units=fixed),
+                )
         for program in self.programs.values():
             program.executor.drop_pending()  # slots and buffers may move
         if self.memory is None:
-            self.memory = self._allocate(workload, plan)
+            with self._stage("allocate"):
+                self.memory = self._allocate(workload, plan)
             self._closer = weakref.finalize(self.model, self.memory.close)
         elif self._reserve(self.memory, workload, plan):
             self._connect(self.memory, workload, plan)
-        return self._rewrite(captured, workload, plan)
+        with self._stage("rewrite"):
+            return self._rewrite(captured, workload, plan)
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        """Add the seconds of a stage of making programs to `setup_s`."""
+        start = time.perf_counter()
+        yield
+        self.setup_s[name] = self.setup_s.get(name, 0.0) + time.perf_counter() - start
 
     def _with_scratch(self, workload: Workload) -> Workload:
         """Add what updates take on the device, if units may live there."""

@@ -130,6 +130,7 @@ def run_ours(
             "planned_peak": program.memory.peak_bytes,
             "first_step_s": first - start,
             "prepare_s": prepared - start,
+            "setup_s": run.lohan.setup_s,
             "rss": rss,
             "losses": timing.losses,
             "predicted_s": predicted.step_s,
@@ -197,6 +198,8 @@ def main() -> None:
                 ratio = rows["plain"]["step_s"] / row["step_s"]
                 text += f"; {ratio:.2f} of plain (goal {case.goal})"
             if system == "ours":
+                stages = ", ".join(f"{k} {v:.1f}" for k, v in row["setup_s"].items())
+                text += f"; set-up {stages} s"
                 text += f"; predicted {row['predicted_s']:.3f} s, floor {row['bound_s']:.3f} s "
                 text += f"({row['binds']}), RSS {row['rss'] / GIB:.1f} GiB, {row['tiers']}"
             print(text, flush=True)
