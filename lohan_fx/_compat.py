@@ -65,6 +65,7 @@ __all__ = [
     "fake_mode",
     "inductor_kernel",
     "is_wrapper_subclass",
+    "set_cuda_allocator",
     "storage_key",
     "unfused_rnn",
     "user_frames",
@@ -333,3 +334,8 @@ def inductor_kernel(
         made: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
         made = compile_fx_inner(module, list(inputs))
     return made
+
+
+def set_cuda_allocator(settings: str) -> None:
+    """Change settings of CUDA's caching allocator, in the syntax of ``PYTORCH_ALLOC_CONF``."""
+    torch._C._accelerator_setAllocatorSettings(settings)

@@ -111,7 +111,7 @@ def profile_hardware(
         device_bytes_per_s = stage("device memory", lambda: _device_bytes_per_s(meter))
         h2d, d2h, duplex = stage("the host link", lambda: _link_bytes_per_s(meter))
         optimizer_params_per_s = stage(
-            "the CPU optimizer", lambda: _cpu_optimizer_params_per_s(meter.device, quick)
+            "the CPU optimizer", lambda: _cpu_optimizer_params_per_s(meter)
         )
         if directories:
             ssds, ssd_read, ssd_write = stage(
@@ -332,20 +332,21 @@ def _link_bytes_per_s(meter: _Meter) -> tuple[float, float, float]:
     return num_bytes / h2d_s, num_bytes / d2h_s, 2 * num_bytes / both_s
 
 
-def _cpu_optimizer_params_per_s(device: torch.device, quick: bool) -> float:
+def _cpu_optimizer_params_per_s(meter: _Meter) -> float:
     """Parameters a second of AdamW as units in host memory run it: mixed if for a GPU."""
-    num_params = (16 if quick else 32) * 2**20  # 192 MiB of states or more: no cache holds them
+    num_params = (16 if not meter.on_cuda else 64) * 2**20  # gigabytes: no cache holds them
     master = torch.rand(num_params)
     parameter = nn.Parameter(master)
     unit = UnitOptimizer(torch.optim.AdamW([parameter], fused=True), [parameter])
     state = [{name: torch.zeros(num_params) for name in unit.state_names()}]
-    if device.type == "cuda":
+    if meter.on_cuda:
         gradient = torch.rand(num_params).bfloat16()
         copy = torch.zeros(num_params, dtype=torch.bfloat16)
         step = partial(unit.step_mixed, [master], [gradient], state, [copy])
     else:
         step = partial(unit.step, [master], [torch.rand(num_params)], state)
-    return num_params / _Meter(torch.device("cpu"), quick).seconds(step, cap_s=1.0)
+    on_cpu = _Meter(torch.device("cpu"), meter.quick)
+    return num_params / on_cpu.seconds(step, cap_s=1.0)
 
 
 # SSDs

@@ -57,12 +57,17 @@ def optimize(model: nn.Module) -> Step:
     return step
 
 
-def plain(shape: Shape, *, recompute: bool, compiled: bool = True) -> Step:
-    """Everything on the GPU; parameters, gradients and AdamW's states in bfloat16."""
+def plain(shape: Shape, *, recompute: bool, compiled: bool = True, whole: bool = False) -> Step:
+    """Everything on the GPU; parameters, gradients and AdamW's states in bfloat16.
+
+    `whole` compiles the model as one graph: fastest, after minutes; otherwise block by block.
+    """
     model = build(shape).to(torch.bfloat16)
     if recompute:
         recompute_blocks(model)
-    if compiled:
+    if whole:
+        model.compile(dynamic=False)
+    elif compiled:
         compile_blocks(model)
     return optimize(model)
 

@@ -64,11 +64,15 @@ class Ours:
     def __init__(
         self, shape: Shape, weights: dict[str, Tensor], hw: HardwareProfile, **options: Any
     ) -> None:
-        model = Gpt(shape)
+        with torch.device("meta"):
+            model = Gpt(shape)
+        model.to_empty(device="cpu")
         model.load_state_dict(weights)
+        start = time.perf_counter()
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.model = lohan_fx.compile(model, hw=hw, optimizer=self.optimizer, **options)
         self.lohan: Any = self.model.lohan  # type: ignore[attr-defined]
+        self.started = start
 
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.model(ids, targets)

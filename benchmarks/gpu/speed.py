@@ -55,7 +55,8 @@ CASES = {
 }
 
 BASELINES: dict[str, Callable[[Case], baselines.Step]] = {
-    "plain": lambda case: baselines.plain(case.shape, recompute=case.recompute),
+    "plain": lambda case: baselines.plain(case.shape, recompute=case.recompute, whole=True),
+    "plain-blocks": lambda case: baselines.plain(case.shape, recompute=case.recompute),
     "plain-mixed": lambda case: baselines.plain_mixed(case.shape, recompute=case.recompute),
     "save-on-cpu": lambda case: baselines.saved_on_cpu(case.shape),
 }
@@ -101,9 +102,9 @@ def run_ours(
     settings: dict[str, Any] = {"strategy": options.strategy, "memory": {"device": budget}}
     if options.schedule != "auto":
         settings["schedule"] = options.schedule
-    start = time.perf_counter()
     with ours(case.shape, weights, hw, **settings) as run:
         del weights
+        start = run.started
         program = run.lohan.prepare(*data[0])
         prepared = time.perf_counter()
         run.step(*data[0])

@@ -15,6 +15,7 @@ from torch import fx
 from lohan_fx._compat import LazyGraphModule, OpOverload
 from lohan_fx.annotate import is_getitem, is_view, mark_blocks, mark_roots, tensors_of
 from lohan_fx.capture import Captured, is_random, op_name
+from lohan_fx.fusion.align import align
 
 MAX_OPS = 24
 """Ops in one cluster: beyond that, kernels spill registers and compile slowly."""
@@ -30,6 +31,7 @@ _FUSIBLE = frozenset(
         "aten._softmax_backward_data",
         "aten._to_copy",
         "aten.clone",
+        "aten.constant_pad_nd",
         "aten.mean",
         "aten.native_layer_norm",
         "aten.native_layer_norm_backward",
@@ -71,6 +73,7 @@ def fuse(
     graph = captured.graph.graph
     mark_blocks(graph, model)
     mark_roots(graph)
+    align(graph)
     finder = _Finder(graph, captured.device)
     clusters = [c for c in finder.clusters() if sum(map(_bytes, c.members)) >= min_bytes]
     fused = sum(_replace(finder, cluster, captured.graph, compiler) for cluster in clusters)

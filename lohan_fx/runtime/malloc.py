@@ -1,4 +1,7 @@
-"""Make freed CPU tensors leave the process, so that a device budget on a CPU means something.
+"""Allocators set so that a device budget means something.
+
+On CUDA: expandable segments, so that the gaps between tensors of many sizes do not add up to
+gigabytes beyond the budget. On a CPU: freed tensors leave the process.
 
 glibc gives memory back at once only for allocations that it maps on their own. It starts with
 those above 128 KiB, but raises that limit up to 32 MiB whenever a larger one is freed; from then
@@ -9,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+
+from lohan_fx._compat import set_cuda_allocator
 
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
 _THRESHOLD_BYTES = 2**20
@@ -24,3 +29,14 @@ def return_freed_memory() -> bool:
     if mallopt is None or "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES))
+
+
+def expand_segments() -> bool:
+    """Let CUDA's caching allocator grow and shrink its segments, for this process.
+
+    What the user set (``PYTORCH_ALLOC_CONF``, ``PYTORCH_CUDA_ALLOC_CONF``) stays.
+    """
+    if "PYTORCH_ALLOC_CONF" in os.environ or "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
+        return False
+    set_cuda_allocator("expandable_segments:True")
+    return True

@@ -1,0 +1,174 @@
+"""Rows of matrices at addresses that matrix units read fast.
+
+A row of 50257 bfloat16 numbers is no multiple of 16 bytes, so every product that reads or writes
+such a matrix runs at a fraction of the speed (H100, 1024 x 2560 x 50257: 107 instead of 500 to 600
+TFLOPS). Forward's product is written into rows of a padded stride; gradients that products read are
+padded by the op that makes them (`clusters` fuses the two). Values stay what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from lohan_fx._compat import storage_key
+from lohan_fx.annotate import is_view
+
+ROW_BYTES = 16
+"""What the tensor cores' loads are aligned to."""
+
+MIN_ELEMENTS = 2**20
+"""Smaller matrices are left alone."""
+
+_aten = torch.ops.aten
+
+
+def aligned_mm(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``, with rows that begin at multiples of `ROW_BYTES`."""
+    return torch.mm(a, b, out=_rows(a, b))
+
+
+def aligned_addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``bias + a @ b``, with rows that begin at multiples of `ROW_BYTES`."""
+    return torch.addmm(bias, a, b, out=_rows(a, b))
+
+
+aligned_mm.overloadpacket = _aten.mm  # type: ignore[attr-defined]  # its FLOPs are those of aten.mm
+aligned_addmm.overloadpacket = _aten.addmm  # type: ignore[attr-defined]
+
+_ALIGNED = {_aten.mm.default: aligned_mm, _aten.addmm.default: aligned_addmm}
+
+
+def _rows(a: Tensor, b: Tensor) -> Tensor:
+    """Memory for the product of two matrices."""
+    return _empty(a.shape[0], b.shape[1], a)
+
+
+def _empty(rows: int, columns: int, like: Tensor) -> Tensor:
+    step = ROW_BYTES // like.element_size()
+    stride = -(-columns // step) * step
+    return torch.empty_strided((rows, columns), (stride, 1), dtype=like.dtype, device=like.device)
+
+
+def align(graph: fx.Graph) -> int:
+    """Align the large products of a captured graph, in place; needs marked roots. Returns how many
+    values have changed their layout."""
+    count = 0
+    for node in list(graph.nodes):
+        if node.target in _ALIGNED and not node.kwargs and _is_odd(node.meta["val"]):
+            count += _align_result(node)
+    for node in list(graph.nodes):
+        if node.target is _aten.mm.default and node.meta["phase"] == "backward":
+            for source in node.all_input_nodes:
+                root = source.meta["root"]
+                if root.op == "call_function" and _is_odd(root.meta["val"]) and not is_view(root):
+                    count += _pad(graph, root)
+    return count
+
+
+def _is_odd(value: Any) -> bool:
+    """Whether a large contiguous tensor has rows that are no multiple of `ROW_BYTES`."""
+    return (
+        isinstance(value, Tensor)
+        and value.dim() >= 2
+        and value.numel() >= MIN_ELEMENTS
+        and value.shape[-1] * value.element_size() > 8 * ROW_BYTES
+        and value.is_contiguous()
+        and value.shape[-1] * value.element_size() % ROW_BYTES != 0
+    )
+
+
+def _align_result(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    with value.fake_mode:
+        made = _empty(value.shape[0], value.shape[1], value)
+    if not _relayout(node, made):
+        return False
+    target: Any = _ALIGNED[node.target]  # type: ignore[index]
+    node.target = target
+    return True
+
+
+def _pad(graph: fx.Graph, node: fx.Node) -> bool:
+    """Write a value into padded rows; who read it reads the rows without their padding."""
+    value = node.meta["val"]
+    columns = value.shape[-1]
+    step = ROW_BYTES // value.element_size()
+    extra = math.ceil(columns / step) * step - columns
+    with value.fake_mode:
+        padded = torch.empty(
+            *value.shape[:-1], columns + extra, dtype=value.dtype, device=value.device
+        )
+    if not _relayout(node, padded.narrow(-1, 0, columns)):
+        return False
+    node.meta["val"] = value  # it is not what changes
+    users = list(node.users)
+    with graph.inserting_after(node):
+        pad = _call(graph, _aten.constant_pad_nd.default, (node, [0, extra]), f"{node.name}_padded")
+    with graph.inserting_after(pad):
+        end = value.dim() - 1
+        cut = _call(graph, _aten.slice.Tensor, (pad, end, 0, columns), f"{node.name}_rows")
+    for made in (pad, cut):
+        made.meta = {**node.meta, "root": pad}
+    pad.meta["val"] = padded
+    cut.meta["val"] = padded.narrow(-1, 0, columns)
+    for user in users:
+        user.replace_input_with(node, cut)
+    for view in list(_views(cut)):
+        view.meta["root"] = pad
+        view.meta["val"] = _run(view)
+    return True
+
+
+def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+    return graph.create_node("call_function", target, args, name=name)
+
+
+def _relayout(node: fx.Node, value: Tensor) -> bool:
+    """Give a value another layout, and its views theirs; False if a view or a result forbids it."""
+    views = list(_views(node))
+    before = {n: n.meta["val"] for n in (node, *views)}
+    possible = not any(u.op == "output" for n in before for u in n.users)
+    if possible:
+        node.meta["val"] = value
+        possible = all(map(_follow, views))
+    if not possible:
+        for n, was in before.items():
+            n.meta["val"] = was
+    return possible
+
+
+def _follow(view: fx.Node) -> bool:
+    """Give a view the layout that follows from its source's; False if there is none."""
+    if not isinstance(view.meta["val"], Tensor):  # views in a tuple
+        return False
+    source: Any = view.args[0]
+    try:
+        made = _run(view)
+    except (RuntimeError, ValueError):
+        return False
+    if storage_key(made) != storage_key(source.meta["val"]):  # a copy: its strides would change
+        return False
+    view.meta["val"] = made
+    return True
+
+
+def _views(node: fx.Node) -> Iterator[fx.Node]:
+    """Views of a value, and views of these, in order."""
+    for user in list(node.users):
+        if is_view(user):
+            yield user
+            yield from _views(user)
+
+
+def _run(node: fx.Node) -> Tensor:
+    """What a view of (fake) tensors returns."""
+    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
+    made = node.target(*args, **kwargs)  # type: ignore[operator]
+    assert isinstance(made, Tensor)
+    return made
