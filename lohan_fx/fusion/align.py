@@ -1,14 +1,15 @@
-"""Rows of matrices at addresses that matrix units read fast.
+"""Products of matrices with odd sizes at the speed of even ones.
 
-A row of 50257 bfloat16 numbers is no multiple of 16 bytes, so every product that reads or writes
-such a matrix runs at a fraction of the speed (H100, 1024 x 2560 x 50257: 107 instead of 500 to 600
-TFLOPS). Forward's product is written into rows of a padded stride; gradients that products read are
-padded by the op that makes them (`clusters` fuses the two). Values stay what they are.
+A vocabulary of 50257 is no multiple of 8, and neither is a row of 50257 bfloat16 numbers one of 16
+bytes: products that read or write such a matrix run at a fraction of the speed (H100, 1024 x 2560 x
+50257: 107 instead of 400 to 600 TFLOPS). So forward's product is written into rows of a padded
+stride, gradients that products read are padded by the op that makes them (`clusters` fuses the
+two), and the last odd rows and columns of a result are computed apart. Values stay what they are.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,12 +31,18 @@ _aten = torch.ops.aten
 
 def aligned_mm(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b``, with rows that begin at multiples of `ROW_BYTES`."""
-    return torch.mm(a, b, out=_rows(a, b))
+    out = _rows(a, b)
+    for rows, columns in _parts(out):
+        torch.mm(a[rows], b[:, columns], out=out[rows, columns])
+    return out
 
 
 def aligned_addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``bias + a @ b``, with rows that begin at multiples of `ROW_BYTES`."""
-    return torch.addmm(bias, a, b, out=_rows(a, b))
+    """``bias + a @ b`` for a bias of one row, with rows that begin at multiples of `ROW_BYTES`."""
+    out = _rows(a, b)
+    for rows, columns in _parts(out):
+        torch.addmm(bias[columns], a[rows], b[:, columns], out=out[rows, columns])
+    return out
 
 
 aligned_mm.overloadpacket = _aten.mm  # type: ignore[attr-defined]  # its FLOPs are those of aten.mm
@@ -50,9 +57,25 @@ def _rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _empty(rows: int, columns: int, like: Tensor) -> Tensor:
-    step = ROW_BYTES // like.element_size()
-    stride = -(-columns // step) * step
+    stride = -(-columns // _step(like)) * _step(like)
     return torch.empty_strided((rows, columns), (stride, 1), dtype=like.dtype, device=like.device)
+
+
+def _parts(out: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of a result: what is a multiple of the step, and what is left."""
+    step = _step(out)
+    for rows, columns in itertools.product(*(_cut(size, step) for size in out.shape)):
+        yield rows, columns
+
+
+def _cut(size: int, step: int) -> tuple[slice, ...]:
+    even = size // step * step
+    parts = (slice(0, even), slice(even, size))
+    return tuple(part for part in parts if part.stop > part.start)
+
+
+def _step(like: Tensor) -> int:
+    return max(1, ROW_BYTES // like.element_size())
 
 
 def align(graph: fx.Graph) -> int:
@@ -60,7 +83,7 @@ def align(graph: fx.Graph) -> int:
     values have changed their layout."""
     count = 0
     for node in list(graph.nodes):
-        if node.target in _ALIGNED and not node.kwargs and _is_odd(node.meta["val"]):
+        if node.target in _ALIGNED and not node.kwargs and _has_odd_result(node):
             count += _align_result(node)
     for node in list(graph.nodes):
         if node.target is _aten.mm.default and node.meta["phase"] == "backward":
@@ -77,10 +100,21 @@ def _is_odd(value: Any) -> bool:
         isinstance(value, Tensor)
         and value.dim() >= 2
         and value.numel() >= MIN_ELEMENTS
-        and value.shape[-1] * value.element_size() > 8 * ROW_BYTES
+        and value.shape[-1] > 8 * _step(value)
         and value.is_contiguous()
         and value.shape[-1] * value.element_size() % ROW_BYTES != 0
     )
+
+
+def _has_odd_result(node: fx.Node) -> bool:
+    """Whether a product is large, and its rows or columns are no multiple of the step."""
+    value = node.meta["val"]
+    if value.numel() < MIN_ELEMENTS or min(value.shape) <= 8 * _step(value):
+        return False
+    bias: Any = node.args[0]
+    if node.target is _aten.addmm.default and bias.meta["val"].dim() != 1:
+        return False
+    return any(size % _step(value) for size in value.shape)
 
 
 def _align_result(node: fx.Node) -> bool:
@@ -98,8 +132,7 @@ def _pad(graph: fx.Graph, node: fx.Node) -> bool:
     """Write a value into padded rows; who read it reads the rows without their padding."""
     value = node.meta["val"]
     columns = value.shape[-1]
-    step = ROW_BYTES // value.element_size()
-    extra = math.ceil(columns / step) * step - columns
+    extra = -columns % _step(value)
     with value.fake_mode:
         padded = torch.empty(
             *value.shape[:-1], columns + extra, dtype=value.dtype, device=value.device

@@ -62,9 +62,9 @@ class _Cluster:
 
 
 def fuse(
-    captured: Captured, model: torch.nn.Module, compiler: Compiler, min_bytes: int = MIN_BYTES
+    captured: Captured, model: torch.nn.Module, compiler: Compiler, min_bytes: int | None = None
 ) -> int:
-    """Fuse what can be fused, in place, and makes at least `min_bytes` by cluster.
+    """Fuse what can be fused, in place, and makes at least `min_bytes` (`MIN_BYTES`) by cluster.
 
     Returns the number of fused ops.
 
@@ -75,7 +75,8 @@ def fuse(
     mark_roots(graph)
     align(graph)
     finder = _Finder(graph, captured.device)
-    clusters = [c for c in finder.clusters() if sum(map(_bytes, c.members)) >= min_bytes]
+    least = MIN_BYTES if min_bytes is None else min_bytes
+    clusters = [c for c in finder.clusters() if sum(map(_bytes, c.members)) >= least]
     fused = sum(_replace(finder, cluster, captured.graph, compiler) for cluster in clusters)
     if fused:
         _sort(graph, finder.position)

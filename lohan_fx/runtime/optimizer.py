@@ -36,7 +36,7 @@ from torch.optim import (
 
 from lohan_fx._compat import FakeTensor
 from lohan_fx.errors import StepError, UnsupportedOptimizerError
-from lohan_fx.runtime.native import adam
+from lohan_fx.runtime.native import adam, adam_cuda
 
 ScalarState = list[dict[str, float] | None]
 """Per parameter: the step counters and other scalars by name (`{}` for an optimizer that keeps
@@ -652,15 +652,19 @@ class UnitOptimizer:
     ) -> bool:
         """Update all at once by our own kernel, if it has the arithmetic that is asked for.
 
-        That is torch's fused Adam and AdamW on float32 in host memory: the results are the same,
-        in one pass and without the GIL.
+        That is torch's fused Adam and AdamW on float32: in host memory, where the results are the
+        same to the bit, in one pass and without the GIL; on CUDA in mixed precision only.
         """
-        if not isinstance(self._optimizer, (Adam, AdamW)) or masters[0].device.type != "cpu":
+        if not isinstance(self._optimizer, (Adam, AdamW)):
             return False
         if any(values.get("fused") is not True for values in settings.values()):
             return False
-        kernel = adam.kernel()
-        if kernel is None:
+        on_cuda = masters[0].device.type == "cuda"
+        if on_cuda and any(copy is None for copy in copies):
+            return False
+        kernel: adam.AdamKernel | adam_cuda.CudaAdamKernel | None
+        kernel = adam_cuda.kernel() if on_cuda else adam.kernel()
+        if kernel is None or masters[0].device.type not in ("cpu", "cuda"):
             return False
         updates: list[adam.Update] = []
         steps: dict[int, Tensor] = {}
@@ -691,7 +695,7 @@ class UnitOptimizer:
                 )
             except KeyError:
                 return False
-            if not update.supported():
+            if not update.supported() or (on_cuda and amsgrad):
                 return False
             updates.append(update)
         if any(isinstance(master, FakeTensor) for master in masters):

@@ -72,7 +72,7 @@ class _Tensors(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One parameter's update. Tensors are contiguous in host memory and of one size.
+    """One parameter's update. Tensors are contiguous, in one memory and of one size.
 
     Attributes:
         master, exp_avg, exp_avg_sq, max_exp_avg_sq: float32; the last is None without amsgrad.
@@ -105,7 +105,7 @@ class Update:
         return (
             all(t.dtype == torch.float32 for t in states)
             and all(t.dtype in _DTYPES for t in others)
-            and all(t.is_contiguous() and t.device.type == "cpu" for t in (*states, *others))
+            and all(t.is_contiguous() and t.device == self.master.device for t in states + others)
         )
 
     def _packed(self) -> _Tensors:
