@@ -317,7 +317,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--length", type=int, default=256, help="bytes in a sequence")
     p.add_argument("--layers", type=int, default=18)
     p.add_argument("--width", type=int, default=512)
-    p.add_argument("--strategy", default="lohan")
+    p.add_argument("--strategy", default="pareto")
     for tier, name in zip(("device", "host", "SSD"), BUDGET_OPTIONS, strict=True):
         p.add_argument(f"--{name}", metavar="SIZE", help=f"budget of the {tier} tier")
     p.add_argument("--ssd", type=Path, help="directory of the SSD tier; temporary if absent")

@@ -29,7 +29,7 @@ from lohan_fx.workload import Workload
 if TYPE_CHECKING:
     from lohan_fx.measuring import Measured
 
-SLOW = frozenset({"checkmate"})
+SLOW = frozenset({"checkmate", "lohan+checkmate"})
 """Strategies that are left out unless they are asked for: minutes on deep models."""
 
 Memory = Mapping[str, int | str] | MemoryBudget | None

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lohan_fx.capture import Outputs
+from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES
 from lohan_fx.compiled import CompiledModel, Options
 from lohan_fx.errors import HardwareError, LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
@@ -17,7 +18,7 @@ from lohan_fx.planners import Planner, PlannerOptions, get
 from lohan_fx.printing import ProgramModule
 from lohan_fx.profiling import profile_hardware
 from lohan_fx.report import report_text
-from lohan_fx.runtime.malloc import return_freed_memory
+from lohan_fx.runtime.malloc import expand_segments, return_freed_memory
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -85,6 +86,7 @@ def compile(
     schedule: Schedule | Literal["auto"] = "auto",
     fused: bool | Literal["auto"] = "auto",
     plan: Plan | None = None,
+    loss_chunk_bytes: int = LOSS_CHUNK_BYTES,
 ) -> M:
     """Make `model` train within a memory budget, with plain PyTorch's numbers.
 
@@ -115,6 +117,9 @@ def compile(
         fused: compile what lies between matrix products and attention with Inductor: faster, and
             equal to rounding where eager's own kernels are equal to the bit. "auto": on CUDA.
         plan: a plan made earlier for the same model and inputs; replaces the strategy.
+        loss_chunk_bytes: logits that take more than this in float32, and go into nothing but a
+            cross entropy, are made in chunks of rows, each of at most this size; loss and
+            gradients then equal plain PyTorch's to rounding. 0: never (`lohan_fx.chunk_loss`).
 
     Raises:
         UnsupportedOptimizerError: the optimizer's update is not elementwise.
@@ -139,6 +144,8 @@ def compile(
         raise LohanError("dtype= needs optimizer=: without one there are no masters to update")
     if device.type == "cpu":
         return_freed_memory()
+    else:
+        expand_segments()
     compiled = CompiledModel(
         model,
         optimizer,
@@ -152,6 +159,7 @@ def compile(
             outputs=outputs,
             fused=device.type == "cuda" if fused == "auto" else fused,
             plan=plan,
+            loss_chunk_bytes=loss_chunk_bytes,
         ),
     )
     cls = type(model)

@@ -26,6 +26,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from lohan_fx import _compat
+from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES, chunk_losses
 from lohan_fx.errors import CaptureError
 
 logger = logging.getLogger("lohan_fx")
@@ -110,6 +111,7 @@ def capture(
     dtype: torch.dtype | None = None,
     outputs: Outputs = "auto",
     grad: bool = True,
+    loss_chunk_bytes: int = LOSS_CHUNK_BYTES,
 ) -> Captured:
     """Capture one step of `model` on example inputs. No data is touched.
 
@@ -123,6 +125,8 @@ def capture(
             everything; or names of top-level outputs. The others are returned detached and
             cost no gradient.
         grad: False captures the forward alone (evaluation).
+        loss_chunk_bytes: the cross entropy of logits larger than this (in float32) is made in
+            chunks of rows (`lohan_fx.chunk_loss`); 0 leaves all as they are.
 
     Raises:
         CaptureError: a graph break or an unsupported construct; names the module and the line.
@@ -145,7 +149,7 @@ def capture(
             dynamo.isolate_outputs(chosen)
             with _compat.export_joint(dynamo.module, fake_args, fake_kwargs) as joint:
                 captured = _normalize(
-                    model, dynamo, joint, chosen, dtype, torch.device(device), tuple(kwargs)
+                    model, dynamo, joint, chosen, dtype, device, tuple(kwargs), loss_chunk_bytes
                 )
         except CaptureError:
             raise
@@ -399,6 +403,7 @@ def _normalize(
     dtype: torch.dtype | None,
     device: torch.device,
     keywords: tuple[str, ...],
+    loss_chunk_bytes: int,
 ) -> Captured:
     """Copy the joint graph: forward nodes first, readable placeholders, only known outputs."""
     source = joint.module.graph
@@ -435,6 +440,7 @@ def _normalize(
     graph.output(tuple(returned))
     _drop_aliases(graph)
     _drop_dead(graph)
+    chunk_losses(graph, loss_chunk_bytes)
     inputs = tuple(n.meta["role"] for n in graph.find_nodes(op="placeholder"))
     num_outputs = len(dynamo.output_values)
     _check_roles(inputs, outputs, num_outputs, differentiable)

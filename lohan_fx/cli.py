@@ -11,12 +11,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.errors import NotRenderableError
 
 from lohan_fx import __version__, cli_plan
 from lohan_fx.errors import HardwareError, LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan
-from lohan_fx.report import hardware_table, plan_file_parts, presets_table
+from lohan_fx.report import hardware_table, plan_file_parts, presets_table, render
 
 app = typer.Typer(
     help="Train models far larger than GPU memory. See `lohan-fx COMMAND --help`.",
@@ -24,6 +25,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+BAD_INPUT = 2
+"""Exit status, the same as for options that typer refuses."""
 
 
 def main() -> None:
@@ -51,7 +55,7 @@ def _plain_messages() -> Iterator[None]:
             yield
     except (LohanError, OSError) as error:
         typer.secho(f"error: {error}", err=True, fg="red")
-        raise typer.Exit(1) from None
+        raise typer.Exit(BAD_INPUT) from None
 
 
 def _print_version(asked: bool) -> None:
@@ -134,8 +138,10 @@ def _parts_of(file: Path) -> list[Any]:
     if show is None:
         raise LohanError(f"{file} is neither a plan nor a hardware profile of lohan_fx")
     try:
-        return show()
-    except HardwareError as error:
-        raise HardwareError(f"{file}: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
+        parts = show()
+        render(parts)
+        return parts
+    except (HardwareError, PlanError) as error:
+        raise type(error)(f"{file}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, NotRenderableError) as error:
         raise PlanError(f"{file} is no complete plan ({error!r}): save it again") from error

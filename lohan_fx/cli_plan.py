@@ -17,11 +17,13 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from lohan_fx.errors import HardwareError, LohanError
+from lohan_fx.ablation import SLOW
+from lohan_fx.errors import HardwareError, LohanError, PlanError
 from lohan_fx.models import FAMILIES, family_of
+from lohan_fx.plan import SCHEDULES
 from lohan_fx.planned import Planned, hardware, step_table
 from lohan_fx.planners import names
-from lohan_fx.timeline import save_trace
+from lohan_fx.timeline import format_diff, load_trace, save_trace
 
 Parts = Sequence[Table | str]
 
@@ -52,7 +54,8 @@ FullTrace = Annotated[
 _MEMORY = "Budget, device=24GiB or device=24GiB,host=100GiB"
 _STATES = "Tier of model states: auto, device, host or ssd."
 _SWAP = "Tier of swapped activations: auto, host or ssd."
-_SCHEDULE = "How updates overlap: auto, optimized, naive or serial."
+_SCHEDULES = ("auto", *SCHEDULES)
+_SCHEDULE = f"How updates overlap: {', '.join(_SCHEDULES)}."
 
 
 def add_to(
@@ -168,16 +171,24 @@ def simulate(
         Path | None,
         typer.Option(help="Where to save the timelines, side by side.", metavar="TRACE.json"),
     ] = None,
+    recorded: Annotated[
+        Path | None,
+        typer.Option(
+            help="Recorded steps, as `lohan_fx.timeline.save_trace` wrote them: compared with the "
+            "first plan, and saved with it by --trace.",
+            metavar="TRACE.json",
+        ),
+    ] = None,
 ) -> Parts:
     """Simulate plan files, side by side; on another machine with --hw."""
     _check_writable(trace)
-    loaded = [Planned.load(path) for path in plans]
-    if hw is not None:
-        loaded = [p.on(hardware(hw)) for p in loaded]
+    real = load_trace(recorded) if recorded is not None else ()
+    loaded = [_simulated(path, hw) for path in plans]
     parts: list[Table | str] = [step_table(loaded)]
     parts += [f"note: {text}" for p in loaded for text in p.misfits()]
+    parts += [format_diff(loaded[0].simulation.timeline, step) for step in real]
     if trace is not None:
-        save_trace(trace, [p.simulation.timeline for p in loaded])
+        save_trace(trace, [*(p.simulation.timeline for p in loaded), *real])
         typer.echo(f"saved {trace}", err=True)
     return parts
 
@@ -191,7 +202,10 @@ def ablate(
     sequence: Sequence_ = None,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help=f"Repeat for several; all but checkmate if absent: {', '.join(names())}"),
+        typer.Option(
+            help=f"Repeat for several; if absent, all but {' and '.join(sorted(SLOW))}, which take "
+            f"minutes: {', '.join(names())}."
+        ),
     ] = None,
     memory: Annotated[
         list[str] | None,
@@ -235,10 +249,7 @@ def ablate(
         memory=[_budget([m]) for m in memory] if memory else None,
         states=[_one_of("states", s, "auto", "device", "host", "ssd") for s in states or ["auto"]],
         swap_to=[_one_of("swap-to", s, "auto", "host", "ssd") for s in swap_to or ["auto"]],
-        schedule=[
-            _one_of("schedule", s, "auto", "optimized", "naive", "serial")
-            for s in schedule or ["auto"]
-        ],
+        schedule=[_one_of("schedule", s, *_SCHEDULES) for s in schedule or ["auto"]],
         sequence=sequence,
         optimizer=_optimizer(optimizer),
         dtype=_dtype(dtype),
@@ -258,6 +269,20 @@ def ablate(
 
 
 # -- arguments -------------------------------------------------------------------------------
+
+
+def _simulated(path: Path, hw: str | None) -> Planned:
+    """A plan file, simulated; what anything may have edited need not make sense."""
+    found = Planned.load(path)
+    if hw is not None:
+        found = found.on(hardware(hw))
+    try:
+        step_table([found])
+    except (HardwareError, PlanError) as error:
+        raise PlanError(f"{path}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise PlanError(f"{path} cannot be simulated ({error!r}): save it again") from error
+    return found
 
 
 def _check_writable(path: Path | None) -> None:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from lohan_fx import footprint
 from lohan_fx.annotate import StateLayout, UnitLayout, annotate, unit_layouts
 from lohan_fx.capture import Captured, Outputs, capture
+from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES
 from lohan_fx.errors import CaptureError, InsufficientMemoryError, LohanError, StepError
 from lohan_fx.fusion import Kernels, fuse
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
@@ -70,6 +71,7 @@ class Options:
     outputs: Outputs
     fused: bool = False
     plan: Plan | None = None
+    loss_chunk_bytes: int = LOSS_CHUNK_BYTES
 
 
 @dataclass(kw_only=True)
@@ -385,6 +387,7 @@ class CompiledModel:
                 dtype=self._state_layout.compute_dtype,
                 outputs=self.options.outputs,
                 grad=grad,
+                loss_chunk_bytes=self.options.loss_chunk_bytes,
             )
         finally:
             model.__class__ = wrapped

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from rich.table import Table
 
 from lohan_fx.bounds import Bound, step_bound
-from lohan_fx.errors import LohanError, PlanError
+from lohan_fx.errors import HardwareError, LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import TIERS, Plan
 from lohan_fx.planners import PlannerOptions
@@ -238,7 +238,7 @@ class Planned:
                 "that can be simulated (Plan.save writes the decisions alone)"
             )
         try:
-            return cls(
+            found = cls(
                 plan=Plan.from_dict(data),
                 workload=workload_from_dict(made["workload"]),
                 hw=HardwareProfile.from_dict(made["hardware"]),
@@ -248,8 +248,19 @@ class Planned:
                     for key in ("model", "batch", "num_items", "items", "compute_dtype", "traced")
                 },
             )
+            found._check_types()
+        except (HardwareError, PlanError) as error:
+            raise PlanError(f"{path}: {error}") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"{path} is incomplete ({error!r}): save it again") from error
+        return found
+
+    def _check_types(self) -> None:
+        for name in ("model", "items", "compute_dtype", "traced"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} is no text")
+        if not isinstance(self.num_items, int) or not isinstance(self.batch, int | None):
+            raise TypeError("batch and num_items are no whole numbers")
 
 
 def hardware(hw: HardwareProfile | str) -> HardwareProfile:

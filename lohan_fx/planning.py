@@ -45,7 +45,10 @@ Model = str | NamedModel | nn.Module | Callable[[], Any]
 
 Optimizer = str | torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 
-DEFAULT_STRATEGY = "lohan"
+DEFAULT_STRATEGY = "pareto"
+
+_QUICKER = {"pareto": "lohan"}
+"""Strategy → one whose plans it considers, too: what fits one, fits the other."""
 
 MAX_BATCH = 2**20
 """Where a search for the largest batch gives up."""
@@ -582,6 +585,24 @@ class _Request:
             source=tracer,
         )
 
+    def trial(self, tracer: Tracer, batch: int | None) -> Planned:
+        """A plan that shows that it fits, by a quicker strategy if that does.
+
+        Raises:
+            InsufficientMemoryError: it does not.
+        """
+        quicker = _QUICKER.get(self.strategy) if isinstance(self.strategy, str) else None
+        if quicker is not None:
+            with contextlib.suppress(InsufficientMemoryError):
+                return replace(self, strategy=quicker).plan(tracer, batch)
+        return self.plan(tracer, batch)
+
+    def final(self, trial: Planned, batch: int | None) -> Planned:
+        """What a trial stands for, by the strategy that was asked for."""
+        if isinstance(self.strategy, str) and trial.plan.strategy == _QUICKER.get(self.strategy):
+            return self.plan(trial.source, batch)
+        return trial
+
     def largest_batch(self, tracer: Tracer, start: int | None) -> Planned:
         """Grow fourfold until it no longer fits; then guess by what the failures need, or halve."""
         trials: dict[int, Trial] = {}
@@ -590,7 +611,7 @@ class _Request:
 
         def fits(batch: int) -> bool:
             try:
-                plans[batch] = self.plan(tracer, batch)
+                plans[batch] = self.trial(tracer, batch)
             except InsufficientMemoryError as error:
                 errors[batch] = error
             reason = _why_not(errors[batch]) if batch in errors else ""
@@ -618,7 +639,7 @@ class _Request:
             trials=tuple(trials[b] for b in sorted(trials)),
             limit=limit,
         )
-        return replace(plans[low], search=search)
+        return replace(self.final(plans[low], low), search=search)
 
     def largest_model(self, model: Model, batch: int | None) -> Planned:
         """Bisect the family of a named model."""
@@ -634,7 +655,8 @@ class _Request:
         while high - low > 1:
             middle = (low + high) // 2
             try:
-                best = self.plan(self.tracer(ladder[middle]), batch)
+                tracer = self.tracer(ladder[middle])
+                best = self.trial(tracer, batch)
                 low = middle
             except InsufficientMemoryError as error:
                 errors[middle] = error
@@ -652,7 +674,7 @@ class _Request:
             trials=tuple(trials[k] for k in sorted(trials)),
             limit=limit,
         )
-        return replace(best, search=search)
+        return replace(self.final(best, batch), search=search)
 
 
 def _built(model: Callable[[], Any]) -> tuple[nn.Module, Inputs | None]:
@@ -672,8 +694,8 @@ def _built(model: Callable[[], Any]) -> tuple[nn.Module, Inputs | None]:
 
 def _next_batch(low: int, high: int, error: InsufficientMemoryError, *, halve: bool) -> int:
     """Between what fits and what does not: as if the need were in proportion to the batch."""
-    guess = (low + high) // 2 if halve else int(high * error.have_bytes / error.need_bytes)
-    return min(max(guess, low + 1), high - 1)
+    guess = int(high * error.have_bytes / error.need_bytes)
+    return (low + high) // 2 if halve or not low < guess < high else guess
 
 
 def _why_not(error: InsufficientMemoryError) -> str:

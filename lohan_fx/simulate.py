@@ -719,6 +719,8 @@ class _Step:
             return self._unit_of[x.name].block
         if x.kind in ("emit_gradients", "release_gradients"):
             return self.workload.unit_by_name[x.name].block
+        if x.kind == "host_view":
+            return self.workload.unit_by_name[x.name.rpartition("@")[0]].block
         if x.kind == "write_gradient":
             return self.workload.values[x.reads[0]].block
         return self.workload.values[x.name].block

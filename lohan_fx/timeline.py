@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from lohan_fx.errors import format_bytes
+from lohan_fx.errors import LohanError, format_bytes
 
 Lane = Literal["gpu", "h2d", "d2h", "ssd", "cpu"]
 StepPhase = Literal["forward", "backward", "optimizer"]
@@ -424,6 +424,52 @@ def dump_trace(timelines: Timeline | Sequence[Timeline]) -> str:
 def save_trace(path: str | Path, timelines: Timeline | Sequence[Timeline]) -> None:
     """Write one timeline, or several side by side, to a file that Perfetto opens."""
     Path(path).write_text(dump_trace(timelines), encoding="utf-8")
+
+
+def load_trace(path: str | Path) -> tuple[Timeline, ...]:
+    """The timelines of a file that `save_trace` wrote, to the nanosecond.
+
+    Raises:
+        LohanError: it is another file.
+    """
+    try:
+        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        return tuple(_timeline([e for e in events if e["pid"] == pid]) for pid in _pids(events))
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise LohanError(f"{path} is no trace that save_trace wrote ({error!r})") from error
+
+
+def _pids(events: Sequence[Mapping[str, Any]]) -> list[int]:
+    return sorted({e["pid"] for e in events})
+
+
+def _timeline(events: Sequence[Mapping[str, Any]]) -> Timeline:
+    """The inverse of `_events`."""
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    spans = [
+        Span(
+            lane=LANES[e["tid"] - 1],
+            name=e["name"],
+            kind=e["cat"].removesuffix(",stall"),
+            start_s=e["ts"] / 1e6,
+            end_s=(e["ts"] + e["dur"]) / 1e6,
+            num_bytes=e["args"].get("bytes", 0),
+            phase=e["args"]["phase"],
+            block=e["args"].get("block", ""),
+        )
+        for e in events
+        if e["ph"] == "X"
+    ]
+    memory: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for e in events:
+        if e["ph"] == "C":
+            tier = e["name"].removesuffix(" bytes")
+            memory[tier].append((e["ts"] / 1e6, e["args"]["bytes"]))
+    return Timeline(
+        name=names[0],
+        spans=tuple(spans),
+        memory={tier: tuple(series) for tier, series in memory.items()},
+    )
 
 
 def _events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:

@@ -296,6 +296,7 @@ def test_measured_rows(here: lohan_fx.HardwareProfile) -> None:
     assert data["measured_step_s"] == found.rows[0].measured.step_s  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_model_is_copied_before_it_is_measured(here: lohan_fx.HardwareProfile) -> None:
     model, x = made()
     before = {k: v.clone() for k, v in model.state_dict().items()}

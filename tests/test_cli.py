@@ -36,7 +36,7 @@ def plan_file(tmp_path: Path) -> Path:
 
 def failed(result: Result) -> str:
     """The message of a command that failed cleanly."""
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert "Traceback" not in result.stderr
     return result.stderr
@@ -112,7 +112,7 @@ def test_report_of_a_plan(plan_file: Path) -> None:
         ("[]", "is neither a plan nor a hardware profile"),
         ('{"matmul_flops_per_s": {}, "format": 0}', "hardware profile format 0 is not 1"),
         ('{"residuals": {}, "format": 0}', "plan format 0 is not 1"),
-        ('{"residuals": {}, "format": 1}', "is no complete plan"),
+        ('{"residuals": {}, "format": 1}', "the plan lacks 'strategy'"),
     ],
 )
 def test_report_of_a_bad_file_is_one_message(tmp_path: Path, text: str, message: str) -> None:

@@ -6,20 +6,27 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
+import lohan_fx
+from lohan_fx.api import LohanModule
 from lohan_fx.cli import app
 from lohan_fx.models import names
 from lohan_fx.plan import Plan
 from lohan_fx.planned import Planned
 from lohan_fx.planners import make_plan
+from lohan_fx.timeline import load_trace, save_trace
+from tests.toys import made
 from tests.workloads import budget, gpt_workload, small_hardware
 
 TOY = "tests.toys:made"
 
 
 def run(*arguments: str | Path) -> Result:
+    if arguments[0] == "plan" and "--strategy" not in arguments:
+        arguments = (*arguments, "--strategy", "lohan")  # quicker than the default
     result = CliRunner().invoke(app, [str(a) for a in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -35,7 +42,7 @@ def output(*arguments: str | Path) -> str:
 def message(*arguments: str | Path) -> str:
     """The one message of a command that fails."""
     result = run(*arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
     assert "Traceback" not in result.stderr
@@ -93,12 +100,15 @@ def test_axes_of_a_plan(hw: Path, tmp_path: Path) -> None:
 
 
 def test_searching(hw: Path) -> None:
+    model, inputs = made()
+    ask = {"hw": str(hw), "strategy": "keep-all", "batch": 5}
+    peak = lohan_fx.plan(model, inputs, **ask).plan.prediction.peak_device_bytes
     text = output(
         *("plan", TOY, "--hw", hw, "--strategy", "keep-all"),
-        *("--memory", "device=200KiB", "--search", "max-batch", "--batch", "4"),
+        *("--memory", f"device={peak / 1024}KiB", "--search", "max-batch", "--batch", "4"),
     )
-    assert "max-batch: batch " in text
-    assert "limit: batch " in text
+    assert "max-batch: batch 5" in text
+    assert "limit: batch 6" in text
     assert "device memory: needs" in text
     assert "name one" in message("plan", TOY, "--hw", hw, "--search", "max-model")
     assert "max-batch" in message("plan", TOY, "--hw", hw, "--search", "max-speed")
@@ -116,6 +126,37 @@ def test_simulate(saved: Path, hw: Path, tmp_path: Path) -> None:
     small = small_hardware(device_bytes=1024, name="tiny")
     small.save(tmp_path / "tiny.json")
     assert "tiny has 1.00 KiB" in output("simulate", saved, "--hw", tmp_path / "tiny.json")
+
+
+def test_a_real_step_beside_the_simulated_one(tmp_path: Path) -> None:
+    hw = small_hardware(device_kind="cpu", ssd=False)
+    model, inputs = made()
+    planned = lohan_fx.plan(model, inputs, hw=hw, strategy="recompute-all")
+    planned.save(tmp_path / "plan.json")
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = lohan_fx.compile(model, hw=hw, optimizer=optimizer, strategy="recompute-all")
+    assert isinstance(compiled, LohanModule)
+
+    def step() -> None:
+        compiled(inputs).backward()
+        optimizer.step()
+
+    step()
+    with compiled.lohan.record() as recorder:
+        step()
+    save_trace(tmp_path / "real.json", recorder.timeline("recorded step"))
+    compiled.lohan.close()
+
+    both = tmp_path / "both.json"
+    text = output(
+        *("simulate", tmp_path / "plan.json"),
+        *("--recorded", tmp_path / "real.json", "--trace", both),
+    )
+    assert "recorded step ms" in text
+    assert [t.name for t in load_trace(both)] == ["simulated recompute-all", "recorded step"]
+    assert "is no trace" in message(
+        "simulate", tmp_path / "plan.json", "--recorded", tmp_path / "plan.json"
+    )
 
 
 def test_report_reads_what_plan_writes(saved: Path) -> None:
@@ -175,6 +216,8 @@ def test_models_of_ones_own(hw: Path, tmp_path: Path) -> None:
         (("gpt-174b", "--hw", "HW"), "did you mean 'gpt-175b'"),
         ((TOY, "--hw", "rtx9090"), "no hardware preset 'rtx9090'"),
         ((TOY, "--hw", "none.json"), "none.json"),
+        ((TOY, "--hw", "HW", "--memory", "gpu=1GiB"), "unknown memory tier 'gpu'"),
+        ((TOY, "--hw", "HW", "--memory", "device=999TiB"), "ask for less"),
         ((TOY, "--hw", "HW", "--strategy", "lohen"), "did you mean 'lohan'"),
         ((TOY, "--hw", "HW", "--memory", "device"), "write it as device=24GiB"),
         ((TOY, "--hw", "HW", "--memory", "device=1XB"), "is no size"),
@@ -189,6 +232,48 @@ def test_models_of_ones_own(hw: Path, tmp_path: Path) -> None:
 )
 def test_plan_errors(arguments: tuple[str, ...], wanted: str, hw: Path) -> None:
     assert wanted in message("plan", *(str(hw) if a == "HW" else a for a in arguments))
+
+
+def test_a_broken_profile(hw: Path, tmp_path: Path) -> None:
+    text = hw.read_text()
+    broken = tmp_path / "broken.json"
+    for change, wanted in (
+        (text[: len(text) // 2], "broken.json"),
+        ("", "broken.json"),
+        (replaced(text, h2d_bytes_per_s=0), "h2d_bytes_per_s is 0"),
+        (replaced(text, ssd_read_bytes_per_s=0), "ssd_read_bytes_per_s is 0"),
+        (replaced(text, h2d_bytes_per_s="fast"), "h2d_bytes_per_s is 'fast'"),
+        (replaced(text, device_bytes=None), "device_bytes"),
+        (replaced(text, matmul_flops_per_s={}), "at least one dtype"),
+    ):
+        broken.write_text(change)
+        for command in ("plan", "ablate"):
+            assert wanted in message(command, TOY, "--hw", broken)
+
+
+def replaced(text: str, **changes: object) -> str:
+    return json.dumps(json.loads(text) | changes)
+
+
+def test_a_broken_plan(saved: Path, tmp_path: Path) -> None:
+    text = saved.read_text()
+    data = json.loads(text)
+    made = data["planned"]
+    row = made["workload"]["ops"][0]
+    seconds = made["workload"]["op_fields"].index("seconds")
+    odd = {**made["workload"], "ops": [[*row[:seconds], {}, *row[seconds + 1 :]]]}
+    broken = tmp_path / "broken.json"
+    for change in (
+        text[: len(text) // 2],
+        "[]",
+        json.dumps({**data, "residuals": {}}),
+        json.dumps({**data, "planned": {**made, "model": None}}),
+        json.dumps({**data, "planned": {**made, "num_items": "many"}}),
+        json.dumps({**data, "planned": {**made, "workload": odd}}),
+        json.dumps({**data, "planned": {**made, "budget": {}}}),
+    ):
+        broken.write_text(change)
+        assert "broken.json" in message("simulate", broken)
 
 
 def test_other_errors(hw: Path, saved: Path, tmp_path: Path) -> None:

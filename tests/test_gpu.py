@@ -212,7 +212,7 @@ def test_resident_mixed_updates_are_torchs_to_rounding(cls: Any, maximize: bool)
         torch.testing.assert_close(m, p.detach(), rtol=1e-6, atol=1e-7)
         assert torch.equal(c, m.bfloat16())
         for name, view in views.items():
-            torch.testing.assert_close(view, optimizer.state[p][name], rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(view, optimizer.state[p][name], rtol=1e-5, atol=1e-7)
 
 
 def test_device_memory_is_back_after_close(tmp_path: Path) -> None:

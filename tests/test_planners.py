@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lohan_fx.errors import InsufficientMemoryError, PlanError
-from lohan_fx.footprint import host_bytes_needed, ssd_bytes_needed
+from lohan_fx.footprint import host_breakdown, host_bytes_needed, ssd_bytes_needed
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import SCHEDULES, Action, Plan
 from lohan_fx.planners import Choices, PlannerOptions, finish, get, make_plan, names, register
@@ -283,6 +283,55 @@ def test_swapping_leaves_time_for_the_copy() -> None:
     assert len(early) > len(workload.residuals) / 2
 
 
+def test_units_stay_in_host_memory_where_ssd_buffers_need_more() -> None:
+    """Updates on SSD pass through three buffers of the largest unit: a large embedding stays."""
+    workload = gpt_workload(layers=6, hidden=64, vocab=8192)
+    home: dict[str, Any] = {u.name: "host" if u.name in _ENDS else "ssd" for u in workload.units}
+    largest = max(workload.values[v].num_bytes for v in workload.residuals)
+    need = sum(host_breakdown(workload.units, home, "optimized", (), [largest]).values())
+    on_ssd: dict[str, Any] = dict.fromkeys(home, "ssd")
+    assert need < sum(host_breakdown(workload.units, on_ssd, "optimized").values())
+    limit = budget(host=need)
+    plan = make_plan("swap-all", workload, HW, limit)
+    assert {plan.units[name].tier for name in _ENDS} == {"host"}
+    check(workload, plan, limit)
+
+
+_ENDS = ("embed", "head")
+
+
+def test_host_memory_is_set_aside_for_staging() -> None:
+    """What must be swapped has room nowhere but on SSD, which is reached through host memory."""
+    workload = gpt_workload(layers=4, hidden=64, batch=8)
+    home: dict[str, Any] = {u.name: "host" for u in workload.units}
+    units = sum(host_breakdown(workload.units, home, "optimized").values())
+    for host in (units, units + 4096):
+        limit = budget(device=900_000, host=host)
+        plan = make_plan("lohan", workload, HW, limit)
+        kept = {v for v, r in plan.residuals.items() if r.action == "keep"}
+        assert not workload.inter_block <= kept
+        check(workload, plan, limit)
+
+
+def test_a_broken_plan_file_is_a_plan_error(tmp_path: Path) -> None:
+    plan = make_plan("lohan", mlp_workload(), HW, budget())
+    assert plan.prediction.recompute_s >= 0
+    data = plan.to_dict()
+    for key in ("residuals", "units", "prediction", "schedule"):
+        with pytest.raises(PlanError, match=key):
+            Plan.from_dict({k: v for k, v in data.items() if k != key})
+    with pytest.raises(PlanError, match="wrong kind"):
+        Plan.from_dict({**data, "residuals": {"a0": {"act": "keep"}}})
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    path.write_text(path.read_text()[:-40])
+    with pytest.raises(PlanError, match="is no plan"):
+        Plan.load(path)
+    path.write_text("[]")
+    with pytest.raises(PlanError, match="holds a list"):
+        Plan.load(path)
+
+
 def test_unknown_strategy_names_the_nearest() -> None:
     with pytest.raises(PlanError, match=r"did you mean 'lohan'.*keep-all"):
         get("lohen")
@@ -377,7 +426,7 @@ def print_plan(workload: Workload, plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "lohan-resident", "pareto"])
 def test_golden_plans(strategy: str, request: pytest.FixtureRequest) -> None:
     workload = mlp_workload()
     limit = budget() if strategy in ("keep-all", "random") else budget(device=40_000)

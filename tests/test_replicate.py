@@ -243,6 +243,7 @@ def test_others_are_traced_in_full_and_it_says_so(
     assert reason in how
 
 
+@pytest.mark.slow
 def test_mirrored_skips_are_exact_either_way() -> None:
     check(make_tracer(meta(lambda: Skips(8)), rows(), hw=HW))
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lohan_fx.errors import LohanError
 from lohan_fx.timeline import (
     LANES,
     PHASES,
@@ -21,6 +22,7 @@ from lohan_fx.timeline import (
     diff,
     dump_trace,
     format_diff,
+    load_trace,
     save_trace,
     trace,
 )
@@ -212,6 +214,19 @@ def test_a_trace_of_several_timelines_has_a_process_for_each(tmp_path: Path) -> 
         (5e6, 2),
     ]
     assert trace(STEP) == json.loads(dump_trace([STEP]))
+
+    read = load_trace(path)
+    assert [timeline.name for timeline in read] == names
+    assert read[0] == STEP
+    assert dump_trace(read) == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [{"pid": 1}]}'])
+def test_other_files_are_no_traces(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(LohanError, match=r"other\.json is no trace"):
+        load_trace(path)
 
 
 lines = st.lists(

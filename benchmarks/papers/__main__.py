@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from benchmarks.papers import fuyou, lohan, others
@@ -22,12 +22,20 @@ FIGURES: Sequence[Spec] = (*lohan.FIGURES, *fuyou.FIGURES, *others.FIGURES)
 ROOT = Path(__file__).parents[2]
 
 
-def quick(processes: int = 1) -> list[Row]:
-    """The rows that have a gate."""
+def quick(processes: int = 1, keys: Collection[tuple[str, str]] | None = None) -> list[Row]:
+    """The rows that have a gate; of these only those of some (figure, key), if they are given."""
     values = Values()
-    specs = [spec for spec in FIGURES if spec.gates]
-    results = run([step for spec in specs for step in spec.gates.values()], processes)
-    return [row for spec in specs for row in spec.gate_rows(results, values)]
+    wanted = {
+        (spec.key, key): step
+        for spec in FIGURES
+        for key, step in spec.gates.items()
+        if keys is None or (spec.key, key) in keys
+    }
+    results = run(wanted.values(), processes)
+    return [
+        values.of(figure).row(key, results[step].tflops or None)
+        for (figure, key), step in wanted.items()
+    ]
 
 
 def full(

@@ -160,11 +160,6 @@ class Spec:
     build: Callable[[Results, FigureValues], Figure]
     gates: Mapping[str, Step] = field(default_factory=dict)
 
-    def gate_rows(self, results: Results, values: Values) -> list[Row]:
-        """The rows with a gate alone."""
-        own = values.of(self.key)
-        return [own.row(key, results[step].tflops or None) for key, step in self.gates.items()]
-
     def figure(self, results: Results, values: Values) -> Figure:
         """Build, and see to it that no stated value is left out."""
         own = values.of(self.key)

@@ -28,7 +28,7 @@ from benchmarks.papers.models import VOCABULARY
 from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import FetchWindow, Plan, Schedule
-from lohan_fx.planners import Planner, PlannerOptions, combine, get, make_plan, names
+from lohan_fx.planners import Planner, PlannerOptions, combine, get, make_plan
 from lohan_fx.planners.go_memferry import go_memferry
 from lohan_fx.planners.memferry import keep_everything
 from lohan_fx.planners.prediction import predict
@@ -230,10 +230,6 @@ SYSTEMS: Mapping[str, System] = {
     "native-offload": System(label="Native-Offload", planner=_NATIVE_OFFLOAD, copy_first=True),
     "memferry": System(label="MemFerry", planner="memferry"),
     "go-memferry": System(label="GO-MemFerry", planner=go_memferry(reserve=0.0)),
-    **(
-        {"lohan+cm": System(label="LoHan+CM", planner=combine("checkmate", states="ssd"))}
-        if "checkmate" in names()
-        else {}
-    ),
+    "lohan+cm": System(label="LoHan+CM", planner=combine("checkmate", states="ssd")),
 }
 """Key → system; keys are what figures and tests name."""

@@ -64,8 +64,8 @@ def _empty(rows: int, columns: int, like: Tensor) -> Tensor:
 def _parts(out: Tensor) -> Iterator[tuple[slice, slice]]:
     """Rows and columns of a result: what is a multiple of the step, and what is left."""
     step = _step(out)
-    for rows, columns in itertools.product(*(_cut(size, step) for size in out.shape)):
-        yield rows, columns
+    rows, columns = (_cut(size, step) for size in out.shape)
+    yield from itertools.product(rows, columns)
 
 
 def _cut(size: int, step: int) -> tuple[slice, ...]:

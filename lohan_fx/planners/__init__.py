@@ -10,6 +10,7 @@ from lohan_fx.errors import PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan
 from lohan_fx.planners import capuchin as _capuchin
+from lohan_fx.planners import checkmate as _checkmate
 from lohan_fx.planners import chen_sqrt as _chen_sqrt
 from lohan_fx.planners import colossal_ai as _colossal_ai
 from lohan_fx.planners import combined as _combined
@@ -20,8 +21,10 @@ from lohan_fx.planners import go_memferry as _go_memferry
 from lohan_fx.planners import keep_all as _keep_all
 from lohan_fx.planners import lohan as _lohan
 from lohan_fx.planners import memferry as _memferry
+from lohan_fx.planners import pareto as _pareto
 from lohan_fx.planners import random_policy as _random_policy
 from lohan_fx.planners import recompute_all as _recompute_all
+from lohan_fx.planners import resident as _resident
 from lohan_fx.planners import ssdtrain as _ssdtrain
 from lohan_fx.planners import swap_all as _swap_all
 from lohan_fx.planners import zero_infinity as _zero_infinity
@@ -33,6 +36,7 @@ from lohan_fx.workload import Workload
 
 BUILT_IN = (
     _capuchin,
+    _checkmate,
     _chen_sqrt,
     _colossal_ai,
     _combined,
@@ -43,8 +47,10 @@ BUILT_IN = (
     _keep_all,
     _lohan,
     _memferry,
+    _pareto,
     _random_policy,
     _recompute_all,
+    _resident,
     _ssdtrain,
     _swap_all,
     _zero_infinity,

@@ -16,8 +16,8 @@ from lohan_fx.planners.simplex import ChoiceProgram, Floats, Ints
 Assignment = Mapping[str, Option]
 """Residual or unit → its option."""
 
-_OVER_BUDGET = 1e3
-"""What exceeding a budget by all of it costs, in steps: more than any time that it can save."""
+_OVER_BUDGET = 1e5
+"""What exceeding a budget by all of it costs, in steps: more than a unit's states can save."""
 
 _FIRST_MOVES = 16
 """So many of the cheapest moves are tried as the first of a pair."""

@@ -9,45 +9,45 @@ their bytes. Where a block has too many ops, neighbours are merged (`oracle_grap
 
 Not as in the paper: the runtime runs a forward op at most once more, in backward, so that only the
 first time that the schedule recomputes a residual counts; backward ops never run twice. What the
-plan's exact memory exceeds is swapped (or, with `remat_only`, raises).
+plan's exact memory exceeds is swapped (with `remat_only` recomputed).
 
 A solver that is slow makes the plan depend on the machine: notes say what was proved. No torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from lohan_fx.errors import InsufficientMemoryError
+from lohan_fx.errors import InsufficientMemoryError, format_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Action, Plan, Tier
 from lohan_fx.planners.evaluate import step_seconds
-from lohan_fx.planners.oracle import (
-    Limits,
-    Links,
-    OracleResult,
-    SolverError,
-    pick_solver,
-    round_graph,
-    solve_graph,
-)
+from lohan_fx.planners.milp import Limits, SolverError, pick_solver
+from lohan_fx.planners.oracle import OracleResult, round_graph, solve_graph
 from lohan_fx.planners.oracle_graph import Graph, graph_of
+from lohan_fx.planners.oracle_schedule import Links
 from lohan_fx.planners.registry import PlannerOptions, register
 from lohan_fx.planners.schedule import (
     TINY_SHIFT,
     Choices,
     Draft,
     device_error,
-    draft,
     finish_draft,
+    lean_draft,
     must_save,
     tiny_residuals,
 )
 from lohan_fx.planners.strategy import place, with_defaults
 from lohan_fx.planners.tiers import host_room
 from lohan_fx.workload import Workload
+
+_SHARES = (1.0, 0.95, 0.9)
+"""Of the device budget, for the program of a whole step: what the plan needs may be a little more
+than the program knows of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +56,14 @@ class Checkmate:
 
     Attributes:
         remat_only: keep or recompute, nothing is swapped.
-        limits: of the solver, for one program; `time_s` is shared by all kinds of blocks.
+        limits: of the solver; `time_s` is for all programs together.
         max_nodes: stages of one program; planners.md: about 80 without and 40 with swapping can
             be solved in a minute.
     """
 
     name: str = "checkmate"
     remat_only: bool = False
-    limits: Limits = field(default_factory=lambda: Limits(time_s=60.0, gap=0.01))
+    limits: Limits = field(default_factory=lambda: Limits(time_s=30.0, gap=0.01))
     max_nodes: int = 36
 
     def __call__(
@@ -77,7 +77,7 @@ class Checkmate:
 
         Raises:
             SolverError: no solver is installed, or the one that is named is not.
-            InsufficientMemoryError: the program is infeasible, or its plan exceeds a tier.
+            InsufficientMemoryError: no plan that recomputes or swaps as far as needed fits a tier.
         """
         pick_solver(self.limits.solver)
         options = with_defaults(options, swap_to="host", schedule="optimized")
@@ -105,37 +105,47 @@ class _Run:
     def plan(self) -> Plan:
         floor = self.floor()
         if len(self.workload.ops) <= self.strategy.max_nodes:
-            actions, stages = self.whole(floor)
+            for share in _SHARES:
+                actions, stages = self.whole(floor, int(share * self.budget.device_bytes))
+                if any(self.is_legal(actions, regions) for regions in (stages, None)):
+                    break
         else:
             actions, stages = self.by_block(floor)
-        drafts: list[tuple[float, int, Plan]] = []
-        errors: list[InsufficientMemoryError] = []
-        for regions in (stages, None):
-            made = self.fitted(actions, regions)
-            if isinstance(made, InsufficientMemoryError):
-                errors.append(made)
-                continue
-            plan = finish_draft(made, self.hw, self.budget, self.options, self.notes)
-            drafts.append((step_seconds(self.workload, plan, self.hw), len(drafts), plan))
+        drafts, errors = self.fitting(actions, stages)
         if not drafts:
-            raise min(errors, key=lambda e: e.need_bytes)
-        return min(drafts, key=lambda item: item[:2])[2]
+            device = [e for e in errors if e.tier == "device"]
+            raise min(device or errors, key=lambda e: e.need_bytes)
+        args = (self.hw, self.budget, self.options, self.notes)
+        plans = [finish_draft(made, *args) for made in drafts]
+        return min(plans, key=lambda plan: step_seconds(self.workload, plan, self.hw))
 
     # -- memory -----------------------------------------------------------------------------
 
     def floor(self) -> Draft:
-        """Everything swapped: the smallest peak that there is, with these tiers.
+        """The smallest peak that there is, with these tiers: everything swapped, if it may be."""
+        if self.may_swap:
+            with contextlib.suppress(InsufficientMemoryError):
+                return self.draft(dict.fromkeys(self.workload.residuals, "swap"), None)
+            with contextlib.suppress(InsufficientMemoryError):
+                return self.draft(self.recomputed("swap"), None)
+        return self.draft(self.recomputed("keep"), None)
 
-        With `remat_only` nothing may be swapped: everything is recomputed but what cannot be.
-        """
-        w = self.workload
-        remat = self.strategy.remat_only
-        rest: Action = "recompute" if remat else "swap"
-        least: Action = "keep" if remat else "swap"
-        actions: dict[str, Action] = {v: least if v in self.saved else rest for v in w.residuals}
-        if remat:
-            actions = {v: "keep" if v in w.inter_block else a for v, a in actions.items()}
-        return self.draft(actions, None)
+    @property
+    def may_swap(self) -> bool:
+        links = self.links()
+        return links is not None and bool(links.places)
+
+    def recomputed(self, rest: Action) -> dict[str, Action]:
+        """Everything recomputed but what must be saved, and block inputs."""
+        saved = self.saved | self.workload.inter_block
+        return {v: rest if v in saved else "recompute" for v in self.workload.residuals}
+
+    def is_legal(self, actions: Mapping[str, Action], regions: Mapping[str, str] | None) -> bool:
+        """Whether a plan with these actions fits as it is."""
+        try:
+            return self.fits(self.draft(actions, regions))
+        except InsufficientMemoryError:
+            return False
 
     def draft(self, actions: Mapping[str, Action], regions: Mapping[str, str] | None) -> Draft:
         swapped: dict[str, Tier] = {}
@@ -146,20 +156,23 @@ class _Run:
             actions=actions, unit_tiers=self.tiers, swap_tiers=swapped or None, regions=regions
         )
         args = (self.workload, self.hw, self.budget, self.options, choices, self.strategy.name)
-        return draft(*args)
+        return lean_draft(*args)
 
     def fits(self, made: Draft) -> bool:
         return made.memory.peak_bytes <= self.budget.device_bytes
 
-    def links(self) -> Links | None:
+    def links(self, part: float = 1.0) -> Links | None:
+        """Rates, and the part of the tiers' room that the graph's residuals may take."""
         if self.strategy.remat_only:
             return None
-        ssd = self.options.swap_to != "host"
-        return Links.of(self.hw, ssd_bytes=self.budget.ssd_bytes if ssd else 0)
+        args = (self.workload, self.budget, self.options, self.tiers)
+        host = 0 if self.options.swap_to == "ssd" else host_room(*args)
+        ssd = 0 if self.options.swap_to == "host" else self.budget.ssd_bytes
+        return Links.of(self.hw, host_bytes=part * host, ssd_bytes=part * ssd)
 
     # -- programs ---------------------------------------------------------------------------
 
-    def whole(self, floor: Draft) -> tuple[dict[str, Action], dict[str, str]]:
+    def whole(self, floor: Draft, device_bytes: int) -> tuple[dict[str, Action], dict[str, str]]:
         """One program for the whole step."""
         fetched = max(
             (u.compute_bytes for u in self.workload.units if self.tiers[u.name] != "device"),
@@ -170,11 +183,15 @@ class _Run:
             small_bytes=self.small,
             static_bytes=floor.memory.static_bytes + fetched,
         )
-        links = self.links()
-        if links is not None:
-            room = host_room(self.workload, self.budget, self.options, self.tiers)
-            links = replace(links, host_bytes=float(room))
-        result = self.solve(graph, self.budget.device_bytes, links, None, 1, "the step")
+        args = (
+            graph,
+            device_bytes,
+            self.links(),
+            None,
+            len(_SHARES),
+            f"the step in {format_bytes(device_bytes)}",
+        )
+        result = self.solve(*args)
         return self.decisions(graph, result, {v: v for v in self.workload.residuals})
 
     def by_block(self, floor: Draft) -> tuple[dict[str, Action], dict[str, str]]:
@@ -191,15 +208,16 @@ class _Run:
         }
         working = max((g.working_bytes for g in graphs.values()), default=0)
         left = max(0, self.budget.device_bytes - floor.memory.peak_bytes)
-        total = self.num_bytes(self.workload.residuals)
+        total = max(1, self.num_bytes(self.workload.residuals))
         actions: dict[str, Action] = {}
         stages: dict[str, str] = {}
         for blocks in kinds:
             graph = graphs[blocks[0]]
             names = self.names_of(blocks[0])
-            share = left * self.num_bytes(self.values_of(blocks[0])) // max(1, total)
+            own = self.num_bytes(self.values_of(blocks[0]))
+            share = left * own // total
             label = f"block {blocks[0]}" + (f" and {len(blocks) - 1} equal" if blocks[1:] else "")
-            args = (graph, working + share, self.links(), share, len(kinds), label)
+            args = (graph, working + share, self.links(own / total), share, len(kinds), label)
             result = self.solve(*args)
             for block in blocks:
                 twin = dict(zip(names, self.names_of(block), strict=True))
@@ -222,8 +240,6 @@ class _Run:
         try:
             result = solve_graph(graph, budget_bytes, links, limits, kept_bytes=kept_bytes)
         except InsufficientMemoryError:
-            if kept_bytes is None:
-                raise
             self.notes.append(f"{label}: no schedule within its share of memory")
             return None
         except SolverError:
@@ -279,10 +295,10 @@ class _Run:
 
     def default(self, value: str) -> Action:
         """For residuals that no program decides about."""
-        if self.strategy.remat_only:
-            kept = value in self.workload.inter_block or value in self.saved
-            return "keep" if kept else "recompute"
-        return "swap"
+        if self.may_swap:
+            return "swap"
+        kept = value in self.workload.inter_block or value in self.saved
+        return "keep" if kept else "recompute"
 
     def decisions(
         self, graph: Graph, result: OracleResult | None, twin: Mapping[str, str]
@@ -317,41 +333,65 @@ class _Run:
                     actions[name] = "swap" if fetched < len(graph) else "keep"
         return actions, regions
 
-    def fitted(
-        self, found: Mapping[str, Action], regions: Mapping[str, str] | None
-    ) -> Draft | InsufficientMemoryError:
-        """The draft of the actions; what is kept leaves the device, from the first, until it fits."""
+    def fitting(
+        self, found: Mapping[str, Action], stages: Mapping[str, str]
+    ) -> tuple[list[Draft], list[InsufficientMemoryError]]:
+        """Drafts of the actions that fit, and the errors of those that do not.
+
+        With regions as the stages have them, and as other strategies do. Of what is kept some
+        leaves, if need be: is swapped or recomputed. Where the actions are far from fitting,
+        recomputing all, or swapping all, may be better than what is left of them.
+        """
+        rest: Action = "swap" if self.may_swap else "keep"
+        actions: dict[str, Action] = {
+            v: found.get(v, self.default(v)) for v in self.workload.residuals
+        }
+        ways: tuple[Action, ...] = ("swap", "recompute") if self.may_swap else ("recompute",)
+        tries: list[tuple[dict[str, Action], Action]] = [(actions, way) for way in ways]
+        tries.append((self.recomputed("keep"), rest))
+        if self.may_swap:
+            tries.append((self.recomputed("swap"), rest))
+            tries.append((dict.fromkeys(self.workload.residuals, "swap"), rest))
+        drafts: list[Draft] = []
+        errors: list[InsufficientMemoryError] = []
+        for (attempt, away), regions in itertools.product(tries, (stages, None)):
+            try:
+                made = self.lessened(attempt, away, regions)
+            except InsufficientMemoryError as error:
+                errors.append(error)
+                continue
+            if self.fits(made):
+                drafts.append(made)
+            else:
+                errors.append(device_error(made.memory, self.budget, self.strategy.name))
+        return drafts, errors
+
+    def lessened(
+        self, actions: Mapping[str, Action], away: Action, regions: Mapping[str, str] | None
+    ) -> Draft:
+        """As few kept residuals as needed leave. Raises if host memory or SSD is too small."""
         w = self.workload
-        remat = self.strategy.remat_only
-        away: Action = "recompute" if remat else "swap"
-        fixed = self.tiny | (w.inter_block | self.saved if remat else frozenset())
-        actions: dict[str, Action] = {v: found.get(v, self.default(v)) for v in w.residuals}
+        fixed = self.tiny | (frozenset() if away == "swap" else w.inter_block | self.saved)
         kept = [v for v in w.residuals if actions[v] == "keep" and v not in fixed]
 
         def trial(count: int) -> Draft:
             return self.draft({**actions, **dict.fromkeys(kept[:count], away)}, regions)
 
-        try:
-            made = trial(0)
-            if self.fits(made):
-                return made
-            made = trial(len(kept))
-            if not self.fits(made):
-                return self.error(made)
-            low, high = 0, len(kept)
-            while high - low > 1:
-                middle = (low + high) // 2
-                attempt = trial(middle)
-                if self.fits(attempt):
-                    high, made = middle, attempt
-                else:
-                    low = middle
-        except InsufficientMemoryError as error:
-            return error
+        made = trial(0)
+        if self.fits(made) or not kept:
+            return made
+        made = trial(len(kept))
+        if not self.fits(made):
+            return made
+        low, high = 0, len(kept)
+        while high - low > 1:
+            middle = (low + high) // 2
+            attempt = trial(middle)
+            if self.fits(attempt):
+                high, made = middle, attempt
+            else:
+                low = middle
         return made
-
-    def error(self, made: Draft) -> InsufficientMemoryError:
-        return device_error(made.memory, self.budget, self.strategy.name)
 
 
 register("checkmate")(Checkmate())

@@ -168,14 +168,19 @@ class _Search:
             "regions whose working set exceeds the device are swapped in part",
             lambda: self.relieve(first),
         )
+        least = must_save(self.workload)
+        inputs = self.workload.inter_block
+        few = self.actions(inputs | least, self.resident)
+        yield (
+            "block inputs are swapped, and the fewest others that regions leave no memory for",
+            lambda: self.relieve(few),
+        )
         swap: dict[str, Action] = dict.fromkeys(residuals, "swap")
         yield "everything is swapped: recomputation does not fit", lambda: self.draft(swap)
         yield (
             "everything is swapped, tiny residuals too",
             lambda: self.draft(swap, keep_tiny=False),
         )
-        least = must_save(self.workload)
-        inputs = self.workload.inter_block
         for saved, rest in ((inputs | least, least), (inputs, least - inputs)):
             kept: dict[str, Action] = {
                 v: "keep" if v in saved else "swap" if v in rest else "recompute" for v in residuals

@@ -13,7 +13,7 @@ optimum of the relaxed program bounds the simulated step from below. No torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from lohan_fx.footprint import align, host_breakdown, unit_bytes
+from lohan_fx.footprint import align, has_own_buffer, host_breakdown, unit_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Schedule, Tier
 from lohan_fx.planners.recompute_cost import layers_of
@@ -31,7 +31,7 @@ from lohan_fx.planners.simplex import ChoiceProgram, Floats, Ints
 from lohan_fx.planners.structure import Segment, Windows, segments_of, windows_of
 from lohan_fx.planners.time_rows import Row, TimeRows
 from lohan_fx.planners.windows import emit_points, unit_runs, unit_uses
-from lohan_fx.workload import MODEL_INPUT_KINDS, Workload
+from lohan_fx.workload import MODEL_INPUT_KINDS, Unit, Workload
 
 Option = Literal[
     "keep", "host", "ssd", "recompute", "device", "hold", "direct", "reload", "ssd-hold"
@@ -371,15 +371,15 @@ class Model:
     def _capacity(self, tier: Tier) -> Floats:
         """Bytes that each option takes in host memory or on SSD, at least."""
         found = np.zeros(len(self.column_group))
-        serial = self.schedule == "serial"
         for column, group, option in self.columns():
             if group.kind == "residual":
                 size = align(self._residuals[group.members[0]].num_bytes)
                 found[column] = size if option == tier else 0
                 continue
             unit = self.workload.unit_by_name[group.members[0]]
-            size = unit_bytes(unit) if UNIT_OPTIONS[option][0] == tier else 0
-            if tier == "host" and serial and unit.trainable and option != "device":
+            home = UNIT_OPTIONS[option][0]
+            size = unit_bytes(unit) if home == tier else 0
+            if tier == "host" and has_own_buffer(unit, home, self.schedule):
                 size += align(unit.compute_bytes)
             found[column] = size
         return found
@@ -394,6 +394,7 @@ class Model:
         reserve: tuple[int, int] = (0, 0),
         tie_break: float = 0.0,
         more_ops: Iterable[int] = (),
+        banned: Collection[int] = (),
         least_memory: bool = False,
     ) -> ChoiceProgram:
         """The linear program under a budget, in units of the step's device seconds.
@@ -403,6 +404,7 @@ class Model:
             reserve: device and host bytes that are not to be used.
             tie_break: weight of every second of copy or recomputation, hidden or not.
             more_ops: further ops whose memory is limited.
+            banned: columns that must not be used, beside those that `too_large` finds.
             least_memory: find the least device memory, in bytes, instead of the least time;
                 the device budget does not count.
         """
@@ -426,9 +428,17 @@ class Model:
             [
                 [-row.base / self.unit_s for row in self.rows],
                 device - base,
-                [float(budget.host_bytes - reserve[1]), float(budget.ssd_bytes)],
+                [
+                    float(budget.host_bytes - max(reserve[1], self.least_buffers(budget))),
+                    float(budget.ssd_bytes),
+                ],
             ]
         )
+        none = np.zeros(len(self.column_group))
+        none[[*banned, *self.too_large(budget)]] = 1.0
+        matrix = np.vstack([matrix, none])
+        extra = np.vstack([extra, np.zeros(4)])
+        limits = np.append(limits, 0.0)
         return ChoiceProgram(
             costs=self.effort * (tie_break / self.unit_s),
             matrix=matrix,
@@ -437,6 +447,70 @@ class Model:
             extra=extra,
             extra_costs=np.array([0.0, 0.0, 0.0, 1.0] if least_memory else [1.0, 1.0, 1.0, 0.0]),
             limits=limits,
+        )
+
+    def least_buffers(self, budget: MemoryBudget) -> int:
+        """Host bytes that buffers of SSD units take at least.
+
+        What device and host have no room for is on SSD; so at least one unit is there that is
+        as large as the last of those with the same bytes, smallest first.
+        """
+        units = sorted((u for u in self.workload.units if u.trainable), key=unit_bytes)
+        left = sum(unit_bytes(u) for u in units) - budget.device_bytes - budget.host_bytes
+        for k, unit in enumerate(units):
+            if left <= 0:
+                return 0
+            left -= unit_bytes(unit)
+            if left <= 0:
+                return min(self._buffers(u) for u in units[k:])
+        return 0
+
+    def _buffers(self, unit: Unit) -> int:
+        need = sum(host_breakdown([unit], {unit.name: "ssd"}, self.schedule).values())
+        own = has_own_buffer(unit, "ssd", self.schedule)  # that one is in `host` already
+        return need - (align(unit.compute_bytes) if own else 0)
+
+    def too_large(self, budget: MemoryBudget) -> frozenset[int]:
+        """Options of units whose buffers alone exceed host memory.
+
+        A unit on SSD is updated through as much as three buffers of its size.
+        """
+        found = set()
+        for column, group, option in self.columns():
+            if group.kind == "unit":
+                unit = self.workload.unit_by_name[group.members[0]]
+                tiers = {unit.name: UNIT_OPTIONS[option][0]}
+                need = host_breakdown([unit], tiers, self.schedule)
+                if sum(need.values()) > budget.host_bytes:
+                    found.add(column)
+        return frozenset(found)
+
+    def largest_moved(self, assignment: Mapping[str, Option]) -> set[int]:
+        """The options with which the largest units that are not on the device leave it."""
+        tiers = {u.name: UNIT_OPTIONS[assignment[u.name]][0] for u in self.workload.units}
+        moved = [u for u in self.workload.units if u.trainable and tiers[u.name] != "device"]
+        if not moved:
+            return set()
+        top = max(moved, key=lambda u: (unit_bytes(u), tiers[u.name] == "ssd"))
+        return {
+            column
+            for column, group, option in self.columns()
+            if group.kind == "unit"
+            and UNIT_OPTIONS[option][0] == tiers[top.name]
+            and unit_bytes(self.workload.unit_by_name[group.members[0]]) >= unit_bytes(top)
+        }
+
+    @cached_property
+    def remade_inputs(self) -> frozenset[int]:
+        """The options that recompute a block's input.
+
+        Its region stands before those of all later blocks that are recomputed from it, so that
+        in a chain of them all are on the device at once: the rows of memory do not know that.
+        """
+        return frozenset(
+            column
+            for column, group, option in self.columns()
+            if option == "recompute" and not self.workload.inter_block.isdisjoint(group.members)
         )
 
     @cached_property
@@ -495,17 +569,6 @@ class Model:
             k = min(range(len(group.options)), key=lambda k: order[group.options[k]])
             found.append(int(self.start[g]) + k)
         return np.array(found, dtype=np.int64)
-
-    def host_overhead(self, tiers: Mapping[str, Tier], ssd_residuals: Sequence[int] = ()) -> int:
-        """Host bytes beside units and residuals: gradient buffers, rings, staging."""
-        args = (self.workload.units, tiers, self.schedule, (), ssd_residuals)
-        parts = host_breakdown(*args)
-        serial = self.schedule == "serial"
-        return sum(
-            size
-            for name, size in parts.items()
-            if name not in ("units", "residuals") and not (serial and name == "gradients")
-        )
 
     @cached_property
     def region_of(self) -> dict[str, str] | None:

@@ -72,7 +72,8 @@ class Graph:
         """
         last = list(range(len(self.nodes)))
         for i in reversed(range(len(self.nodes))):
-            last[i] = max([i, *(last[k] for k in self.users[i])])
+            users = (last[k] if self.nodes[k].recomputable else k for k in self.users[i])
+            last[i] = max([i, *users])
             if self.nodes[i].pinned:
                 last[i] = len(self.nodes) - 1
         return tuple(last)

@@ -16,7 +16,7 @@ or looks at a clock, so the same input gives the same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -27,21 +27,28 @@ from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan
 from lohan_fx.planners import registry
 from lohan_fx.planners.assign import Assignment, Improver, assignment_of
+from lohan_fx.planners.effort import Effort
 from lohan_fx.planners.evaluate import step_seconds
 from lohan_fx.planners.exhaustive import by_bound, columns_of
 from lohan_fx.planners.keep import overlap_reserve
 from lohan_fx.planners.model import Model
+from lohan_fx.planners.pareto_report import ParetoReport
 from lohan_fx.planners.registry import PlannerOptions, register
 from lohan_fx.planners.schedule import Choices, Draft, device_error, finish, finish_draft
 from lohan_fx.planners.simplex import lagrangian_bound, solve
+from lohan_fx.planners.strategy import Strategy
 from lohan_fx.planners.time_rows import Stages
-from lohan_fx.planners.trial import leanest_drafts, least_memory, make_draft, solve_at
+from lohan_fx.planners.trial import leanest_draft, least_memory, make_draft, solve_at
+from lohan_fx.program import Residency, lower, residency
 from lohan_fx.workload import Workload
 
 NAME = "pareto"
 
-NOT_CANDIDATES = frozenset({NAME, "checkmate"})
+NOT_CANDIDATES = frozenset({NAME, "checkmate", "lohan+checkmate"})
 """Strategies that are not run as candidates: this one, and what needs a solver and minutes."""
+
+_MANY_RUNS = frozenset({"lohan-resident"})
+"""Strategies that plan dozens of times: no candidates for deep models (`Effort.many_runs`)."""
 
 _SAME = 1e-9
 """A relative difference of seconds that is none."""
@@ -51,93 +58,6 @@ _STAGES: Mapping[str, tuple[Stages, ...]] = {
     "backward": ((0.0, 1.0, 0.0),),
     "optimizer": ((0.0, 0.0, 1.0), (0.0, 1.0, 1.0), (1.0, 1.0, 1.0)),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParetoReport:
-    """How good a plan is, and what holds it back.
-
-    Attributes:
-        step_s: seconds of the simulated step.
-        bound_s: no plan that options and budgets allow takes less, by the simulator.
-        gap: step_s / bound_s − 1.
-        binding: stage → the resource that binds it in the optimum of the linear program.
-        device_s_per_byte: seconds that one more byte of device memory would save, at the margin.
-        source: the strategy whose plan it is; "pareto" for its own.
-        exhaustive: every assignment was either simulated or ruled out by its bound.
-        num_simulated: how many plans were simulated.
-    """
-
-    step_s: float
-    bound_s: float
-    gap: float
-    binding: Mapping[str, str]
-    device_s_per_byte: float
-    source: str
-    exhaustive: bool
-    num_simulated: int
-
-    def notes(self) -> tuple[str, ...]:
-        """For `Plan.notes`."""
-        tail = ", every assignment was tried or ruled out" if self.exhaustive else ""
-        stages = ", ".join(f"{stage}: {resource}" for stage, resource in self.binding.items())
-        found = [
-            f"simulated step {self.step_s:.6g} s, lower bound {self.bound_s:.6g} s, "
-            f"gap {100 * self.gap:.2f}%{tail}",
-            f"binding {stages}",
-        ]
-        saved = 1e3 * self.device_s_per_byte * 2**30
-        if saved > 0:
-            found.append(f"one more GiB of device memory would save up to {saved:.3g} ms")
-        if self.source != NAME:
-            found.append(f"the plan is strategy {self.source!r}'s: nothing faster was found")
-        return tuple(found)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How hard to try.
-
-    Attributes:
-        reserves: memory left to copies in flight, as shares of `_Search.reserve_bytes`; one
-            trial each.
-        device_rungs, host_rungs: rungs of the ladder in an octave of device and host memory.
-        ladder: most trials on the ladder.
-        assignments: most assignments that are enumerated.
-        simulations: most of them that are simulated.
-        polish: most plans that the last local search simulates.
-        nodes: most nodes of branch and bound in a trial at the budget itself.
-    """
-
-    reserves: tuple[float, ...] = (1.0, 0.0, 0.5, 2.0, 4.0)
-    device_rungs: int = 4
-    host_rungs: int = 2
-    ladder: int = 8
-    assignments: int = 40_000
-    simulations: int = 1_000
-    polish: int = 60
-    nodes: int = 12
-
-    @classmethod
-    def of(cls, workload: Workload) -> Effort:
-        """By the number of ops, as the time to evaluate a plan is in proportion to it."""
-        ops = len(workload.ops)
-        if ops <= 150:
-            return cls()
-        if ops <= 1_000:
-            return cls(ladder=6, assignments=0, polish=20, nodes=4)
-        if ops <= 4_000:
-            return cls(reserves=(1.0, 0.5, 2.0), ladder=2, assignments=0, polish=0, nodes=1)
-        reserves = (1.0, 2.0)
-        return cls(
-            reserves=reserves,
-            device_rungs=2,
-            host_rungs=1,
-            ladder=1,
-            assignments=0,
-            polish=0,
-            nodes=1,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,10 +83,12 @@ class Pareto:
     Attributes:
         effort: how hard to try; by the size of the workload if None.
         others: whether the other strategies are candidates.
+        known: finished plans of the same workload; those that fit are candidates.
     """
 
     effort: Effort | None = None
     others: bool = True
+    known: tuple[Plan, ...] = ()
 
     def __call__(
         self,
@@ -194,6 +116,25 @@ class Pareto:
         return _Search(self, workload, hw, budget, options or PlannerOptions()).run()
 
 
+def candidates(effort: Effort) -> list[str]:
+    """The built-in strategies whose plans are candidates. A user's own are none: they may fail."""
+    left_out = NOT_CANDIDATES if effort.many_runs else NOT_CANDIDATES | _MANY_RUNS
+    found = []
+    for name in registry.names():
+        planner = registry.get(name)
+        module = str(getattr(planner, "__module__", type(planner).__module__))
+        if name not in left_out and module.startswith(__package__):
+            found.append(name)
+    return found
+
+
+def _wants_all_resident(name: str, options: PlannerOptions) -> bool:
+    """Whether a strategy places all units on the device, whatever the budget."""
+    planner = registry.get(name)
+    fixed = options.states != "auto" or options.fixed_units
+    return isinstance(planner, Strategy) and planner.states == "device" and not fixed
+
+
 def lower_bound(
     workload: Workload,
     hw: HardwareProfile,
@@ -203,6 +144,32 @@ def lower_bound(
     """Seconds that no plan's simulated step undercuts; infinite if none can fit."""
     model = Model(workload, hw, options or PlannerOptions())
     return solve(model.program(budget), model.leanest).bound * model.unit_s
+
+
+def frontier(
+    workload: Workload,
+    hw: HardwareProfile,
+    budgets: Sequence[MemoryBudget],
+    options: PlannerOptions | None = None,
+    strategy: Pareto | None = None,
+) -> list[tuple[Plan, ParetoReport] | InsufficientMemoryError]:
+    """A plan, or why there is none, for each budget, in their order.
+
+    Each plan is a candidate for every larger budget: none of them is slower, or infeasible.
+    """
+    strategy = strategy or Pareto()
+    found: dict[int, tuple[Plan, ParetoReport] | InsufficientMemoryError] = {}
+    known: list[Plan] = list(strategy.known)
+    sizes = [(b.device_bytes, b.host_bytes, b.ssd_bytes) for b in budgets]
+    for k in sorted(range(len(budgets)), key=sizes.__getitem__):  # each after all that it holds
+        try:
+            made = replace(strategy, known=tuple(known)).solve(workload, hw, budgets[k], options)
+        except InsufficientMemoryError as error:
+            found[k] = error
+        else:
+            found[k] = made
+            known.append(made[0])
+    return [found[k] for k in range(len(budgets))]
 
 
 def _check(workload: Workload, hw: HardwareProfile, options: PlannerOptions) -> None:
@@ -242,6 +209,7 @@ class _Search:
 
     def run(self) -> tuple[Plan, ParetoReport]:
         steps: tuple[Callable[[], None], ...] = (
+            self.known_plans,
             self.keep_all,
             self.other_strategies,
             self.own_plans,
@@ -253,7 +221,7 @@ class _Search:
             if not self.done:
                 step()
         if self.best is None:
-            self.lean_plans()
+            self.lean_plan()
         if self.best is None:
             raise self.error()
         report = ParetoReport(
@@ -318,6 +286,18 @@ class _Search:
 
     # -- where candidates come from -------------------------------------------------------------
 
+    def known_plans(self) -> None:
+        """Those that were given, if they fit."""
+        for plan in self.strategy.known:
+            p = plan.prediction
+            used = MemoryBudget(
+                device_bytes=p.peak_device_bytes,
+                host_bytes=p.peak_host_bytes,
+                ssd_bytes=p.peak_ssd_bytes,
+            )
+            if plan.workload == self.workload.name and _within(used, self.budget):
+                self.offer(replace(plan, notes=()), NAME)
+
     def keep_all(self) -> None:
         """Everything on the device, if that fits: then there is nothing to hide."""
         assignment: dict[str, str] = {}
@@ -343,9 +323,11 @@ class _Search:
         if not self.strategy.others:
             return
         args = (self.workload, self.hw, self.budget, self.options)
-        for name in registry.names():
-            if name in NOT_CANDIDATES:
-                continue
+        states = sum(u.compute_bytes + u.state_bytes for u in self.workload.units)
+        resident = states <= self.budget.device_bytes
+        for name in candidates(self.effort):
+            if not resident and _wants_all_resident(name, self.options):
+                continue  # it cannot fit, and large models take seconds to find that out
             try:
                 found = registry.get(name)(*args)
                 if isinstance(found, Choices):
@@ -458,25 +440,25 @@ class _Search:
         self.exhaustive = True
 
     def polish(self) -> None:
-        """Change one unit or residual of the best plan at a time, as long as that gains."""
+        """Change one unit or residual at a time, the largest first, as long as that gains."""
         if self.best is None or self.exhaustive or not self.effort.polish:
             return
         assignment = assignment_of(self.model, self.best.plan)
         if assignment is None:
             return
         stop = self.num_simulated + self.effort.polish
-        improved = True
-        while improved and self.num_simulated < stop and not self.done:
-            improved = False
-            for name in self._by_size():
-                for option in self.model.groups[self.model.group_of[name]].options:
-                    if option == assignment[name] or self.num_simulated >= stop:
-                        continue
-                    before = self.best
-                    changed = {**assignment, name: option}
-                    self.simulate(changed)
-                    if self.best is not before:
-                        assignment, improved = changed, True
+        names, idle, k = self._by_size(), 0, 0
+        while idle < len(names) and self.num_simulated < stop and not self.done:
+            name = names[k % len(names)]
+            k, idle = k + 1, idle + 1
+            for option in self.model.groups[self.model.group_of[name]].options:
+                if option == assignment[name] or self.num_simulated >= stop:
+                    continue
+                before = self.best
+                changed = {**assignment, name: option}
+                self.simulate(changed)
+                if self.best is not before:
+                    assignment, idle = changed, 0
 
     def _by_size(self) -> list[str]:
         units = [(u.compute_bytes + u.state_bytes, u.name) for u in self.workload.units]
@@ -511,31 +493,58 @@ class _Search:
         rows = self.relaxed.prices[first : first + len(self.model.memory_ops)]
         return float(-np.minimum(rows, 0.0).sum()) * self.model.unit_s
 
-    def lean_plans(self) -> None:
-        """Plans with the smallest peak, however slow."""
-        for made in leanest_drafts(self.model, self.budget, NAME):
-            if made.memory.peak_bytes <= self.budget.device_bytes:
-                self.finish(made, self.budget)
-            else:
-                self.errors.append(device_error(made.memory, self.budget, NAME))
+    def lean_plan(self) -> None:
+        """The plan with the smallest peak, however slow."""
+        made = leanest_draft(self.model, self.budget, NAME, self.effort.lean)
+        if made is None:
+            return
+        if made.memory.peak_bytes <= self.budget.device_bytes:
+            self.finish(made, self.budget)
+        else:
+            self.errors.append(device_error(made.memory, self.budget, NAME))
 
     def error(self) -> InsufficientMemoryError:
-        """What the leanest plan needs; of the device if that is what it lacks."""
+        """What the leanest plan needs; of the device if that is what it lacks.
+
+        Smaller budgets may have plans all the same, so some are tried.
+        """
         device = [e for e in self.errors if e.tier == "device"]
         least = min(device or self.errors, key=lambda e: e.need_bytes)
+        bound = least_memory(self.model, self.budget) if least.tier == "device" else math.inf
+        need, at_peak, where = least.need_bytes, least.at_peak, least.where
+        peak = need
+        for _ in range(self.effort.lower):
+            if least.tier != "device" or peak - 1 < bound:
+                break
+            below = self.fitting(peak - 1) or (self.fitting(peak) if peak < need else None)
+            if below is None:
+                break
+            need = below.budget.device_bytes
+            found = device_error(below.least_memory_of_best(), self.budget, NAME)
+            at_peak, where = found.at_peak, found.where
+            if need == peak:
+                break
+            peak = found.need_bytes
         advice = "This is the smallest need of all plans that were found"
-        if least.tier == "device":
-            bound = least_memory(self.model, self.budget)
-            if math.isfinite(bound):
-                advice += f"; none can need less than {format_bytes(bound)}"
+        if math.isfinite(bound):
+            advice += f"; none can need less than {format_bytes(bound)}"
         return InsufficientMemoryError(
-            least.tier,
-            least.need_bytes,
-            least.have_bytes,
-            where=least.where,
-            at_peak=least.at_peak,
-            advice=advice + ".",
+            least.tier, need, least.have_bytes, where=where, at_peak=at_peak, advice=advice + "."
         )
+
+    def fitting(self, device_bytes: int) -> _Search | None:
+        """The search at another device budget, if that has a plan (other than the leanest)."""
+        budget = replace(self.budget, device_bytes=device_bytes)
+        other = replace(self, budget=budget, best=None, errors=[])
+        for step in (other.own_plans, other.other_strategies, other.ladder):
+            step()
+            if other.best is not None:
+                return other
+        return None
+
+    def least_memory_of_best(self) -> Residency:
+        assert self.best is not None
+        return residency(lower(self.workload, self.best.plan))
 
 
 def _geometric(limit: int, per_octave: int, count: int) -> Iterator[int]:

@@ -85,5 +85,6 @@ def predict(
         + demand.ssd_state_read_bytes,
         ssd_write_bytes=_moved(program, "offload", "ssd") + demand.ssd_state_write_bytes,
         recompute_flops=demand.recompute_flops,
+        recompute_s=demand.recompute_s,
         binding=time.binding,
     )

@@ -42,8 +42,11 @@ def fewest_swapped(setting: Setting, order: Sequence[str], at_least: int = 0) ->
     low, high = at_least, len(order)
     best: int | None = None
     error: InsufficientMemoryError | None = None
+    tried = 0
     while low <= high:
-        middle = (low + high) // 2 if best is not None or error is not None else low
+        # both ends first: often all can stay, or not even swapping all helps
+        middle = (low, high)[tried] if tried < 2 else (low + high) // 2
+        tried += 1
         try:
             made = setting.draft(swap_prefix(setting, order, middle))
         except InsufficientMemoryError as lower:  # too much for host memory and SSD together

@@ -136,13 +136,14 @@ def windows_of(workload: Workload, segments: Sequence[Segment]) -> Windows:
     starts = sorted(set(starts))
     n = workload.num_forward_ops
     residuals = set(workload.residuals)
-    backward = []
-    for a, b in pairwise([*starts, n]):
+    backward: list[int] = []
+    for a, b in reversed([*pairwise([*starts, n])]):
         uses = [
             workload.first_backward_use(v)
             for i in range(a, b)
             for v in workload.ops[i].writes
             if v in residuals and workload.last_forward_use(v) < b
         ]
-        backward.append(min(uses, default=n))
-    return Windows(forward=tuple(starts), backward=tuple(backward))
+        later = backward[-1] if backward else n
+        backward.append(max(later, min(uses, default=later)))
+    return Windows(forward=tuple(starts), backward=tuple(reversed(backward)))

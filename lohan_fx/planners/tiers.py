@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from lohan_fx.errors import InsufficientMemoryError, PlanError
-from lohan_fx.footprint import align, host_breakdown, host_bytes_needed, ssd_bytes_needed
+from lohan_fx.footprint import (
+    align,
+    host_breakdown,
+    host_bytes_needed,
+    ssd_bytes_needed,
+    unit_bytes,
+)
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners.registry import PlannerOptions
@@ -63,20 +69,46 @@ def _fill_host(
     free: Collection[str],
     swap_bytes: int,
 ) -> dict[str, Tier]:
-    """Keep what fits in host memory there, and move the other free units to SSD."""
-    reserved = [swap_bytes] if options.swap_to == "host" else []
+    """Keep what fits in host memory there, and move the other free units to SSD.
 
-    def fits(trial: Mapping[str, Tier]) -> bool:
-        need = host_breakdown(workload.units, trial, options.update_schedule, reserved)
-        return sum(need.values()) <= budget.host_bytes
+    Residuals that find no room beside the units go to SSD through staging buffers, which are in
+    host memory, too: those are set aside, unless SSD is too small for the units that have to go.
+    """
+    largest = max((workload.values[v].num_bytes for v in workload.residuals), default=0)
 
-    if fits(tiers):
-        return tiers
-    tiers = {name: "ssd" if name in free else tier for name, tier in tiers.items()}
-    for unit in workload.units:
-        if unit.name in free and fits({**tiers, unit.name: "host"}):
-            tiers[unit.name] = "host"
-    return tiers
+    def need(trial: Mapping[str, Tier], host: Sequence[int], ssd: Sequence[int]) -> int:
+        parts = host_breakdown(workload.units, trial, options.update_schedule, host, ssd)
+        return sum(parts.values())
+
+    def fits(trial: Mapping[str, Tier], *, staged: bool) -> bool:
+        if options.swap_to == "host" or (options.swap_to == "auto" and swap_bytes):
+            if need(trial, [swap_bytes], []) <= budget.host_bytes:
+                return True
+            if options.swap_to == "host":
+                return False
+        return need(trial, [], [largest] if staged and swap_bytes else []) <= budget.host_bytes
+
+    def filled(*, staged: bool) -> dict[str, Tier]:
+        if fits(tiers, staged=staged):
+            return tiers
+        found = {name: "ssd" if name in free else tier for name, tier in tiers.items()}
+        # an SSD unit is updated through three buffers of its size: the largest may need less
+        # host memory if they stay there
+        few = dict(found)
+        for unit in sorted(workload.units, key=lambda u: -unit_bytes(u)):
+            if fits(few, staged=staged):
+                found = few
+                break
+            if unit.name in free:
+                few[unit.name] = "host"
+        for unit in workload.units:
+            if unit.name in free and fits({**found, unit.name: "host"}, staged=staged):
+                found[unit.name] = "host"
+        return found
+
+    found = filled(staged=True)
+    on_ssd = sum(unit_bytes(u) for u in workload.units if found[u.name] == "ssd")
+    return found if on_ssd <= budget.ssd_bytes else filled(staged=False)
 
 
 def host_room(

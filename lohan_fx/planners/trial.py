@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,12 +14,12 @@ from lohan_fx.planners.integer import solve_whole
 from lohan_fx.planners.keep import keep_greedily
 from lohan_fx.planners.model import Model, Option
 from lohan_fx.planners.schedule import Draft, lean_draft
-from lohan_fx.planners.simplex import Floats, solve
+from lohan_fx.planners.simplex import Floats, Ints, solve
 
 TIE_BREAK = 0.005
 """Weight of hidden copies and recomputation against the step: none is better than some."""
 
-_ATTEMPTS = 5
+_ATTEMPTS = 9
 """The model's memory is an estimate between its rows: so often is it corrected."""
 
 
@@ -30,6 +30,42 @@ class Trial:
     made: Draft
     assignment: Assignment
     value_s: float
+
+
+_SHALLOW = 8
+"""With more blocks than this, a chain of recomputed block inputs never fits."""
+
+
+class _Host:
+    """Host memory that the model does not know of: rings, staging. It is corrected in two ways.
+
+    First what was exceeded is set aside (`reserve`). If then nothing fits, the largest units must
+    not be where they were, as buffers have the size of the largest unit of a tier (`banned`).
+    """
+
+    def __init__(self, model: Model, budget: MemoryBudget) -> None:
+        self.model = model
+        self.least = model.least_buffers(budget)
+        self.reserve = self.least
+        self.banned: set[int] = set()
+        self._largest: set[int] = set()
+
+    def exceeded(self, x: Ints, assignment: Assignment, error: InsufficientMemoryError) -> None:
+        """Take note that `x` needs too much: its buffers are set aside."""
+        last = self.reserve == error.have_bytes
+        buffers = error.need_bytes - int(self.model.host @ x)
+        self.reserve = min(error.have_bytes, max(self.reserve + 1, buffers))
+        self._largest = self.model.largest_moved(assignment)
+        if last:
+            self.relax()
+
+    def relax(self) -> bool:
+        """After a program without a solution: whether there is anything else to try."""
+        if not self._largest - self.banned:
+            return False
+        self.banned |= self._largest
+        self.reserve = self.least
+        return True
 
 
 def make_draft(
@@ -52,14 +88,24 @@ def solve_at(model: Model, target: MemoryBudget, name: str, max_nodes: int = 1) 
     Depends on the arguments alone. Where the exact draft exceeds the target, a row
     for that op is added and the budget corrected by the excess.
     """
-    device, host = 0, 0
+    device = 0
+    host = _Host(model, target)
     ops: set[int] = set()
+    deep = len(model.segments) > _SHALLOW
+    inputs = model.remade_inputs if deep else frozenset()
     for _ in range(_ATTEMPTS):
         program = model.program(
-            target, relaxed=False, reserve=(device, host), tie_break=TIE_BREAK, more_ops=ops
+            target,
+            relaxed=False,
+            reserve=(device, host.reserve),
+            tie_break=TIE_BREAK,
+            more_ops=ops,
+            banned=host.banned | inputs,
         )
         whole = solve_whole(model, program, max_nodes)
         if whole is None:
+            if host.relax():
+                continue
             return None
         assignment = assign(model, whole.x)
         try:
@@ -67,13 +113,16 @@ def solve_at(model: Model, target: MemoryBudget, name: str, max_nodes: int = 1) 
         except InsufficientMemoryError as error:
             if error.tier != "host":
                 return None
-            host += error.need_bytes - error.have_bytes
+            host.exceeded(whole.x, assignment, error)
             continue
         over = made.memory.peak_bytes - target.device_bytes
         if over <= 0:
             value = whole.value * model.unit_s
             found = Trial(made=made, assignment=assignment, value_s=value)
             return filled(model, found, target, whole.worth, name)
+        if not inputs and any(whole.x[j] for j in model.remade_inputs):
+            inputs = model.remade_inputs
+            continue
         device += over
         ops.add(int(np.argmax(made.load)))
     return None
@@ -103,26 +152,83 @@ def filled(model: Model, trial: Trial, target: MemoryBudget, worth: Floats, name
     return trial
 
 
-def leanest_drafts(model: Model, budget: MemoryBudget, name: str) -> list[Draft]:
-    """Drafts with as little device memory as host memory and SSD allow, whatever the time."""
-    found = []
-    host = 0
+def leanest_draft(model: Model, budget: MemoryBudget, name: str, trials: int) -> Draft | None:
+    """The draft with as little device memory as host memory and SSD allow, whatever the time.
+
+    None if those two are too small. Independent of the device budget: what is found for one
+    budget is found for every larger one. The model knows no working sets of recomputed regions:
+    `trials` drafts look whether it helps to change what is recomputed or kept at the fullest op.
+    """
+    budget = replace(budget, device_bytes=0)
+    assignment = _leanest(model, budget, name)
+    if assignment is None:
+        return None
+    made = make_draft(model, assignment, budget, name, keep_tiny=False)
+    ways = _leaner(model, assignment, made)
+    for _ in range(trials):
+        changed = next(ways, None)
+        if changed is None:
+            break
+        try:
+            trial = make_draft(model, changed, budget, name, keep_tiny=False)
+        except InsufficientMemoryError:
+            continue
+        if _fullness(trial) < _fullness(made):
+            made, ways = trial, _leaner(model, changed, trial)
+    return made
+
+
+def _leanest(model: Model, budget: MemoryBudget, name: str) -> dict[str, Option] | None:
+    """By the linear program alone."""
+    host = _Host(model, budget)
     for _ in range(_ATTEMPTS):
         program = model.program(
-            budget, relaxed=False, reserve=(0, host), tie_break=1e-3, least_memory=True
+            budget,
+            relaxed=False,
+            reserve=(0, host.reserve),
+            tie_break=1e-3,
+            banned=host.banned,
+            least_memory=True,
         )
         solution = solve(program, model.leanest)
         if solution.status == "infeasible":
-            break
-        assignment = assign(model, rounded(model, solution.x))
+            if host.relax():
+                continue
+            return None
+        x = rounded(model, solution.x)
+        assignment = assign(model, x)
         try:
-            found.append(make_draft(model, assignment, budget, name))
-            break
+            make_draft(model, assignment, budget, name, keep_tiny=False)
         except InsufficientMemoryError as error:
             if error.tier != "host":
-                break
-            host += error.need_bytes - error.have_bytes
-    return found
+                return None
+            host.exceeded(x, assignment, error)
+        else:
+            return assignment
+    return None
+
+
+def _fullness(made: Draft) -> tuple[int, int]:
+    """The peak, and at how many ops it is reached."""
+    peak = made.memory.peak_bytes
+    return peak, int((made.load == peak).sum())
+
+
+def _leaner(model: Model, now: Assignment, made: Draft) -> Iterator[dict[str, Option]]:
+    """Other options for what is alive at the fullest op: for all alike at once, then for one."""
+    w = model.workload
+    at = int(np.argmax(made.load))
+    alive = [v for v in w.residuals if w.last_forward_use(v) < at < w.first_backward_use(v)]
+    alive = [v for v in alive if now[v] == "keep"]
+    for region in made.regions:
+        if region.anchor <= at <= max(w.users[v][-1] for v in region.wanted):
+            alive += region.wanted
+    for v in sorted(alive, key=lambda v: (-w.values[v].num_bytes, v)):
+        group = model.groups[model.group_of[v]]
+        for option in ("host", "ssd", "recompute"):
+            if option in group.options and option != now[v]:
+                for members in (group.members, (v,)) if len(group.members) > 1 else ((v,),):
+                    yield {**now, **dict.fromkeys(members, option)}
 
 
 def least_memory(model: Model, budget: MemoryBudget) -> float:

@@ -1,0 +1,49 @@
+"""What `pareto` tells about a plan: how good it is, and what holds it back. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParetoReport:
+    """How good a plan is, and what holds it back.
+
+    Attributes:
+        step_s: seconds of the simulated step.
+        bound_s: no plan that options and budgets allow takes less, by the simulator.
+        gap: step_s / bound_s − 1.
+        binding: stage → the resource that binds it in the optimum of the linear program.
+        device_s_per_byte: seconds that one more byte of device memory would save, at the margin.
+        source: the strategy whose plan it is; "pareto" for its own.
+        exhaustive: every assignment was either simulated or ruled out by its bound.
+        num_simulated: how many plans were simulated.
+    """
+
+    step_s: float
+    bound_s: float
+    gap: float
+    binding: Mapping[str, str]
+    device_s_per_byte: float
+    source: str
+    exhaustive: bool
+    num_simulated: int
+
+    def notes(self) -> tuple[str, ...]:
+        """For `Plan.notes`."""
+        tail = ", every assignment was tried or ruled out" if self.exhaustive else ""
+        stages = ", ".join(f"{stage}: {resource}" for stage, resource in self.binding.items())
+        found = [
+            f"simulated step {self.step_s:.6g} s, lower bound {self.bound_s:.6g} s, "
+            f"gap {100 * self.gap:.2f}%{tail}",
+            f"binding {stages}",
+        ]
+        for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+            saved = self.device_s_per_byte * size
+            if 0 < saved < self.step_s / 2:
+                found.append(f"one more {unit} of device memory saves at most {saved:.3g} s")
+                break
+        if self.source != "pareto":
+            found.append(f"the plan is strategy {self.source!r}'s: nothing faster was found")
+        return tuple(found)
