@@ -9,6 +9,7 @@ import builtins
 import contextlib
 import logging
 import re
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -42,6 +43,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
+    "TRACING",
     "BufferAOTInput",
     "DataDependentOutputException",
     "DynamoCapture",
@@ -71,6 +73,11 @@ __all__ = [
     "user_frames",
     "version_of",
 ]
+
+TRACING = threading.RLock()
+"""Held while a model is traced or compiled. Torch then sets a flag of the whole process
+(`torch.compiler.is_compiling`) with which its optimizers round differently: an update that runs
+on another thread waits."""
 
 LazyGraphModule = _LazyGraphModule
 """A GraphModule that generates and compiles its Python code when it is first called."""
@@ -188,7 +195,7 @@ def dynamo_capture(
     )
     # torch 2.11 logs an error of its own: its statistics cannot hold the set of functions above.
     statistics = _silent("torch._dynamo.metrics_context")
-    with config, statistics, warnings.catch_warnings(record=True) as said:
+    with TRACING, config, statistics, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         gm = dynamo_graph_capture_for_export(module)(*args, **kwargs)
     # The bytecode that rebuilds the return value may look into the module: let it see what the
@@ -290,7 +297,7 @@ def export_joint(
     Under autocast forward is traced with it and backward without, as training loops run them.
     """
     backward = torch._functorch.config.patch(backward_pass_autocast="off")
-    with contextlib.ExitStack() as stack, backward, warnings.catch_warnings():
+    with TRACING, contextlib.ExitStack() as stack, backward, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
         gm = joint.graph_module
@@ -327,7 +334,7 @@ def inductor_kernel(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
-    with torch.no_grad(), mode, config.patch(emulate_precision_casts=True):
+    with TRACING, torch.no_grad(), mode, config.patch(emulate_precision_casts=True):
         module = make_fx(body, decomposition_table=select_decomp_table())(*inputs)
         output = module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]

@@ -328,6 +328,7 @@ class CompiledModel:
                 )
         for program in self.programs.values():
             program.executor.drop_pending()  # slots and buffers may move
+        self.sync()
         if self.memory is None:
             with self._stage("allocate"):
                 self.memory = self._allocate(workload, plan)

@@ -124,8 +124,10 @@ class Planned:
     @cached_property
     def bound_s(self) -> float:
         """Seconds that no plan undercuts on this machine and budget, of whatever strategy, with
-        optimizer schedule "optimized"."""
-        return lower_bound(self.workload, self.hw, self.budget)
+        optimizer schedule "optimized" ("overlapped", if that is this plan's)."""
+        overlapped = self.plan.schedule == "overlapped"
+        options = PlannerOptions(schedule="overlapped" if overlapped else "optimized")
+        return lower_bound(self.workload, self.hw, self.budget, options)
 
     @property
     def closed_form_s(self) -> float:

@@ -20,7 +20,6 @@ class Effort:
         simulations: most of them that are simulated.
         polish: most plans that the last local search simulates.
         nodes: most nodes of branch and bound in a trial at the budget itself.
-        many_runs: whether strategies that plan dozens of times are candidates, too.
         lean, lower: where nothing fits: most drafts on the way to the smallest need; how often
             a budget below it is tried.
     """
@@ -30,10 +29,9 @@ class Effort:
     host_rungs: int = 2
     ladder: int = 4
     assignments: int = 40_000
-    simulations: int = 1_000
+    simulations: int = 1_500
     polish: int = 48
     nodes: int = 6
-    many_runs: bool = False
     lean: int = 12
     lower: int = 0
 
@@ -42,7 +40,7 @@ class Effort:
         """By the number of ops, as the time to evaluate a plan is in proportion to it."""
         ops = len(workload.ops)
         if ops <= 150:
-            return cls(many_runs=True, lean=120, lower=40)
+            return cls(lean=120, lower=40)
         if ops <= 1_000:
             return cls(assignments=0, polish=16, nodes=2, lean=40, lower=1)
         if ops <= 4_000:

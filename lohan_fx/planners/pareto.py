@@ -47,9 +47,6 @@ NAME = "pareto"
 NOT_CANDIDATES = frozenset({NAME, "checkmate", "lohan+checkmate"})
 """Strategies that are not run as candidates: this one, and what needs a solver and minutes."""
 
-_MANY_RUNS = frozenset({"lohan-resident"})
-"""Strategies that plan dozens of times: no candidates for deep models (`Effort.many_runs`)."""
-
 _SAME = 1e-9
 """A relative difference of seconds that is none."""
 
@@ -116,14 +113,13 @@ class Pareto:
         return _Search(self, workload, hw, budget, options or PlannerOptions()).run()
 
 
-def candidates(effort: Effort) -> list[str]:
+def candidates() -> list[str]:
     """The built-in strategies whose plans are candidates. A user's own are none: they may fail."""
-    left_out = NOT_CANDIDATES if effort.many_runs else NOT_CANDIDATES | _MANY_RUNS
     found = []
     for name in registry.names():
         planner = registry.get(name)
         module = str(getattr(planner, "__module__", type(planner).__module__))
-        if name not in left_out and module.startswith(__package__):
+        if name not in NOT_CANDIDATES and module.startswith(__package__):
             found.append(name)
     return found
 
@@ -325,7 +321,7 @@ class _Search:
         args = (self.workload, self.hw, self.budget, self.options)
         states = sum(u.compute_bytes + u.state_bytes for u in self.workload.units)
         resident = states <= self.budget.device_bytes
-        for name in candidates(self.effort):
+        for name in candidates():
             if not resident and _wants_all_resident(name, self.options):
                 continue  # it cannot fit, and large models take seconds to find that out
             try:

@@ -3,7 +3,7 @@
 A resident unit is updated on the device, so it costs neither link nor CPU time; its states take
 memory that activations would have, which then are swapped or recomputed. Units whose gradients
 come last become resident first: their updates are what `optimizer.step()` would wait for. How many
-is found by simulation: a coarse scan, then closer around its best.
+is found by simulation, closer and closer around the best count.
 
 (LoHan §IV keeps no states on the device; ZeRO-Offload's successors and SSDTrain §3 do when memory
 is left.)
@@ -11,9 +11,12 @@ is left.)
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lohan_fx.errors import InsufficientMemoryError
+from lohan_fx.footprint import unit_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners.evaluate import step_seconds
@@ -22,9 +25,6 @@ from lohan_fx.planners.registry import PlannerOptions, register
 from lohan_fx.workload import Workload
 
 NAME = "lohan-resident"
-
-_SCAN = 6
-"""Parts into which each round of the scan cuts its range."""
 
 
 @dataclass
@@ -67,20 +67,30 @@ def plan_resident(
     Raises:
         InsufficientMemoryError: as strategy "lohan" does.
     """
-    counts = _Counts(workload, hw, budget, options, _last_gradients_first(workload, options))
-    low, high = 0, len(counts.order)
-    while True:
-        step = max(1, (high - low) // _SCAN)
-        tried = sorted({*range(low, high + 1, step), high})
-        best = min(tried, key=counts.seconds)
-        if step == 1:
+    order = _last_gradients_first(workload, options)
+    counts = _Counts(workload, hw, budget, options, order)
+    low, high = 0, _most(workload, budget, order)
+    best = min((low, high), key=counts.seconds)
+    while high - low > 1:  # like bisection: around the best of three inner points
+        inner = sorted({low + (high - low) * k // 4 for k in (1, 2, 3)} - {low, high})
+        best = min((best, *inner), key=counts.seconds)
+        tried = [low, *inner, high]
+        place = tried.index(best)
+        around = (tried[max(0, place - 1)], tried[min(place + 1, len(tried) - 1)])
+        if around == (low, high):  # nothing is left between them
             break
-        low, high = max(low, best - step + 1), min(high, best + step - 1)
+        low, high = around
     made = counts.found[best]
     if made is None:
         raise min(counts.errors, key=lambda e: e.need_bytes)
     note = f"{best} of {len(workload.units)} units are resident: those whose gradients come last"
     return replace(made[1], notes=(note, *made[1].notes))
+
+
+def _most(workload: Workload, budget: MemoryBudget, order: Sequence[str]) -> int:
+    """How many units could be resident if they were all that there is."""
+    sizes = [unit_bytes(workload.unit_by_name[name]) for name in order]
+    return sum(total <= budget.device_bytes for total in itertools.accumulate(sizes))
 
 
 def _last_gradients_first(workload: Workload, options: PlannerOptions) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ from torch.optim import (
     Rprop,
 )
 
-from lohan_fx._compat import FakeTensor
+from lohan_fx._compat import TRACING, FakeTensor
 from lohan_fx.errors import StepError, UnsupportedOptimizerError
 from lohan_fx.runtime.native import adam, adam_cuda
 
@@ -209,7 +209,7 @@ class _Shadow:
         self._instance.state = defaultdict(dict, entries)
         self._instance.param_groups = groups
         try:
-            with torch.no_grad():
+            with TRACING, torch.no_grad():
                 self._step(self._instance)
         finally:
             attributes.clear()

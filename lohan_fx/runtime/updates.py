@@ -76,6 +76,7 @@ class Updater:
         self._fresh: dict[int, Ticket] = {}
         self._order: deque[UnitStates] = deque()
         self._reads: dict[int, tuple[Tensor, Future[None]]] = {}
+        self._asking = False  # the update that runs wants a buffer: reading ahead would keep it
         self._writes: list[Future[None]] = []
         self._arrivals: dict[int, Ticket] = {}
         self._updates: list[Ticket] = []
@@ -319,7 +320,7 @@ class Updater:
         Runs when backward begins, and on an I/O thread whenever a write has freed a buffer.
         """
         with self._lock:
-            while self._order:
+            while self._order and not self._asking:
                 buffer = self._ring.try_acquire()
                 if buffer is None:
                     return
@@ -331,9 +332,15 @@ class Updater:
             found = self._reads.pop(states.index, None)
             if found is None and states in self._order:
                 self._order.remove(states)
+            self._asking = found is None
         if found is None:
-            buffer = self._ring.acquire()
+            try:
+                buffer = self._ring.acquire()
+            finally:
+                self._asking = False
             found = (buffer, self._submit_read(states, buffer))
+            if self.schedule in PIPELINED:
+                self._read_ahead()
         buffer, read = found
         try:
             read.result()

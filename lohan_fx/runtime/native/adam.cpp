@@ -108,7 +108,8 @@ void update(const Tensors& t, const Scalars& s, int64_t begin, int64_t n, const 
                 : __builtin_fmaf(share, grad, s.beta2 * v[i]);
     float second = v[i];
     if (amsgrad) {
-      x[i] = x[i] > second ? x[i] : second;
+      // a NaN of the second goes through torch's vector maximum, and not through std::max
+      x[i] = tail ? (x[i] < second ? second : x[i]) : (x[i] > second ? x[i] : second);
       second = x[i];
     }
     const float denominator = std::sqrt(second) / s.root + s.eps;

@@ -7,12 +7,14 @@ torch's own kernels, chunk by chunk, at about half the rate.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -105,7 +107,15 @@ class Update:
         return (
             all(t.dtype == torch.float32 for t in states)
             and all(t.dtype in _DTYPES for t in others)
-            and all(t.is_contiguous() and t.device == self.master.device for t in states + others)
+            and all(map(self._fits, states + others))
+        )
+
+    def _fits(self, tensor: Tensor) -> bool:
+        return (
+            tensor.layout is torch.strided
+            and tensor.device == self.master.device
+            and tensor.shape == self.master.shape
+            and tensor.is_contiguous()
         )
 
     def _packed(self) -> _Tensors:
@@ -192,12 +202,13 @@ def library() -> Path:
         OSError: no compiler, or no folder to write to.
         subprocess.SubprocessError: the compiler failed or took more than two minutes.
     """
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", ""))  # may hold options
+    compiler = compiler or [c for c in map(shutil.which, ("g++", "clang++")) if c][:1]
+    if not compiler:
         raise FileNotFoundError("no C++ compiler: install g++, or set CXX")
     source = resources.files(__package__).joinpath("adam.cpp").read_bytes()
     key = hashlib.sha256(source)
-    for part in (compiler, *_FLAGS, _processor()):
+    for part in (*compiler, *_FLAGS, _processor()):
         key.update(part.encode() + b"\0")
     folder = _cache()
     found = folder / f"adam-{key.hexdigest()[:24]}.so"
@@ -205,7 +216,7 @@ def library() -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch, "adam.so")
             subprocess.run(
-                [compiler, *_FLAGS, "-x", "c++", "-", "-o", str(made)],
+                [*compiler, *_FLAGS, "-x", "c++", "-", "-o", str(made)],
                 input=source,
                 check=True,
                 capture_output=True,
@@ -231,8 +242,12 @@ def _cache() -> Path:
     folder = Path(base, "lohan_fx")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+        found = folder.stat()
+        private = found.st_uid == os.getuid() and not found.st_mode & 0o022
+        if private and os.access(folder, os.W_OK):
             return folder
     except OSError:
         pass
-    return Path(tempfile.mkdtemp(prefix="lohan_fx-"))
+    made = Path(tempfile.mkdtemp(prefix="lohan_fx-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made

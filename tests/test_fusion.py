@@ -1,0 +1,668 @@
+"""Fused steps: which ops become one, and that nothing else changes.
+
+Bodies of fused ops are interpreted, which is eager to the bit; only a slow test compiles them.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import lohan_fx
+import lohan_fx.compiled
+from lohan_fx._compat import OpOverload, fake_mode
+from lohan_fx.annotate import is_getitem, is_view, mark_blocks, mark_roots, tensors_of
+from lohan_fx.api import LohanModule
+from lohan_fx.capture import Captured, capture, is_random
+from lohan_fx.fusion import Kernels, align, clusters, fuse
+from lohan_fx.fusion.clusters import Kernel, _Finder, _replace, _sort
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.models.gpt import GPT
+from tests.captured import check_exact, run_eager, run_graph
+from tests.captured import step as captured_step
+from tests.models import MLP, loss_of, make
+from tests.training import (
+    Squeezed,
+    assert_identical,
+    cpu_hardware,
+    eager,
+    remember_captures,
+    step,
+    training_of,
+)
+
+MODELS = ("gpt2", "llama", "bert", "t5", "resnet", "mlp", "tied", "frozen")
+STRATEGIES = ("recompute-all", "swap-all", "random", "lohan")
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests' models are small: fuse all the same."""
+    monkeypatch.setattr(clusters, "MIN_BYTES", 0)
+    monkeypatch.setattr(align, "MIN_ELEMENTS", 0)
+
+
+@pytest.fixture
+def hw(tmp_path: Path) -> HardwareProfile:
+    return cpu_hardware(tmp_path)
+
+
+class Checked:
+    """Interpreting kernels whose calls must return what was planned, in shape and strides."""
+
+    def __init__(self, device: torch.device, *, compiled: bool) -> None:
+        self.kernels = Kernels(device, compiled=compiled)
+        self.calls = 0
+        self._checked: dict[Kernel, Kernel] = {}
+
+    def __call__(self, body: fx.GraphModule, name: str) -> Kernel:
+        kernel = self.kernels(body, name)
+        if kernel not in self._checked:
+            self._checked[kernel] = self._check(kernel, body, name)
+        return self._checked[kernel]
+
+    def _check(self, kernel: Kernel, body: fx.GraphModule, name: str) -> Kernel:
+        returned: Any = body.graph.output_node().args[0]
+        planned = [n.meta["val"] for n in returned]
+
+        @functools.wraps(kernel)
+        def checked(*arguments: Tensor) -> Any:
+            found = kernel(*arguments)
+            self.calls += 1
+            for made, wanted in zip(tensors_of(found), planned, strict=True):
+                assert made.shape == wanted.shape, name
+                assert made.stride() == wanted.stride(), name
+                assert made.dtype == wanted.dtype, name
+            return found
+
+        return checked
+
+
+def check_kernels(patch: pytest.MonkeyPatch, *, compiled: bool = False) -> list[Checked]:
+    """Let `lohan_fx.compile` make checked kernels; returns those of each model, as they come."""
+    made: list[Checked] = []
+
+    def kernels(device: torch.device, **_: bool) -> Checked:
+        made.append(Checked(device, compiled=compiled))
+        return made[-1]
+
+    patch.setattr(lohan_fx.compiled, "Kernels", kernels)
+    return made
+
+
+def fused_nodes(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if "members" in n.meta and not is_getitem(n)]
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_steps_are_eager(
+    name: str, strategy: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember_captures(monkeypatch, name)
+    original = lohan_fx.compiled.capture  # what it returns is shared, and `fuse` would change it
+    monkeypatch.setattr(lohan_fx.compiled, "capture", lambda *a, **k: original(*a, **k).clone())
+    made = check_kernels(monkeypatch)
+    model, inputs = make(name)
+    training = training_of("adamw", model)
+    model = lohan_fx.compile(
+        model,
+        hw=hw,
+        optimizer=training.optimizer,
+        strategy=Squeezed(strategy),
+        states="host",
+        fused=True,
+    )
+    assert isinstance(model, LohanModule)
+    model.lohan.prepare(**inputs)
+    for seed, wanted in enumerate(eager(name, "adamw")[:2]):
+        before = model.lohan.counters
+        assert_identical(step(name, model, inputs, seed, training.step), wanted)
+        moved, planned = model.lohan.counters.minus(before), model.plan.prediction
+        assert (moved.d2h_bytes, moved.h2d_bytes) == (planned.d2h_bytes, planned.h2d_bytes)
+        assert moved.ssd_read_bytes == planned.ssd_read_bytes
+        assert moved.ssd_write_bytes == planned.ssd_write_bytes
+    (kernels,) = made
+    assert kernels.calls >= 2 * kernels.kernels.count > 0
+    assert "fused_" in str(model.graph)  # that the program is the plan's is checked when it is made
+    model.lohan.close()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mlp"])
+def test_off_by_default_on_a_cpu(
+    name: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember_captures(monkeypatch, name)
+    (model, inputs), made = make(name), check_kernels(monkeypatch)
+    model = lohan_fx.compile(model, hw=hw, strategy="keep-all")
+    assert isinstance(model, LohanModule)
+    model.lohan.prepare(**inputs)
+    assert made[0].kernels.count == 0
+    assert not fused_nodes(model.graph.graph)
+    model.lohan.close()
+
+
+# -- which ops -------------------------------------------------------------------------------------
+
+
+def captured_of(name: str) -> tuple[nn.Module, dict[str, Any], Captured]:
+    made = captured_step(name)
+    return made.model, dict(made.kwargs), made.captured
+
+
+@functools.cache
+def fused_of(name: str) -> tuple[Captured, list[fx.GraphModule]]:
+    """A fused copy, and the bodies of its fused ops."""
+    model, _, captured = captured_of(name)
+    captured = captured.clone()
+    bodies = []
+    kernels = Kernels(CPU, compiled=False)
+
+    def compiler(body: fx.GraphModule, kernel_name: str) -> Kernel:
+        mark_roots(body.graph)  # its own; it has copies of the marks of the whole graph
+        bodies.append(body)
+        return kernels(body, kernel_name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clusters, "MIN_BYTES", 0)
+        patch.setattr(align, "MIN_ELEMENTS", 0)
+        count = fuse(captured, model, compiler)
+    assert count == len(bodies) == len(fused_nodes(captured.graph.graph))
+    return captured, bodies
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fused_op_stays_in_its_block_and_phase(name: str) -> None:
+    captured, bodies = fused_of(name)
+    assert bodies
+    for made in fused_nodes(captured.graph.graph):
+        assert {"phase", "block", "module"} <= made.meta.keys()
+    for body in bodies:
+        ops = [n for n in body.graph.nodes if n.op == "call_function"]
+        ops = [n for n in ops if not is_view(n) and not is_getitem(n)]
+        assert 2 <= len(ops) <= clusters.MAX_OPS
+        assert len({(n.meta["phase"], n.meta["block"]) for n in ops}) == 1
+        for n in ops:
+            assert isinstance(n.target, OpOverload)
+            assert not is_random(n)
+            assert not n.target._schema.is_mutable
+            name_of_op = str(n.target.overloadpacket)
+            assert torch.Tag.pointwise in n.target.tags or name_of_op in clusters._FUSIBLE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_op_is_still_there_once(name: str) -> None:
+    _, _, before = captured_of(name)
+    after, bodies = fused_of(name)
+
+    def ops(graph: fx.Graph) -> list[fx.Node]:
+        nodes = [n for n in graph.nodes if n.op == "call_function" and "members" not in n.meta]
+        return [n for n in nodes if not is_view(n) and not is_getitem(n)]
+
+    outside = ops(after.graph.graph)
+    inside = [n for body in bodies for n in ops(body.graph)]
+    wanted = ops(before.graph.graph)
+    assert sorted(str(n.target) for n in outside + inside) == sorted(str(n.target) for n in wanted)
+    assert sum(map(is_random, outside)) == sum(map(is_random, wanted)) > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_graphs_are_exact(name: str) -> None:
+    """Run as a whole, against eager."""
+    model, inputs, _ = captured_of(name)
+    captured, _ = fused_of(name)
+    check_exact(model, (), inputs, loss=lambda o: loss_of(name, o), captured=captured)
+
+
+def test_identical_blocks_share_kernels() -> None:
+    inputs = {"x": torch.randn(6, 16), "y": torch.randint(0, 10, (6,))}
+    counts = []
+    for num_layers in (3, 6):
+        model = MLP(num_layers=num_layers)
+        kernels = Kernels(CPU, compiled=False)
+        fused = fuse(capture(model, (), inputs), model, kernels)
+        counts.append((kernels.count, fused))
+    (few, fused), (many, more) = counts
+    assert few == many
+    assert more > fused > few
+
+
+def test_kernels_are_told_apart_by_constants_and_layouts() -> None:
+    def body(constant: float, *, transposed: bool = False) -> fx.GraphModule:
+        mode = fake_mode()
+        with mode:
+            x = torch.empty(4, 3).t() if transposed else torch.empty(3, 4)
+        graph = fx.Graph()
+        given = graph.placeholder("x")
+        given.meta["val"] = x
+        made = graph.call_function(aten.mul.Tensor, (given, constant))
+        with mode:
+            made.meta["val"] = x * constant
+        graph.output((made,))
+        return fx.GraphModule({}, graph)
+
+    kernels = Kernels(CPU, compiled=False)
+    first = kernels(body(2.0), "mul")
+    assert kernels(body(2.0), "another name") is first
+    x = torch.randn(3, 4)
+    assert torch.equal(kernels(body(3.0), "mul")(x), 3 * x)
+    assert torch.equal(first(x), 2 * x)
+    kernels(body(2.0, transposed=True), "mul")
+    assert kernels.count == 3
+    assert first.__name__ == "mul_0"
+
+
+# -- graphs made by hand ---------------------------------------------------------------------------
+
+
+class Draft:
+    """A graph made node by node; all of one shape, of one block and phase unless told."""
+
+    SHAPE = (8, 8)
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.mode = fake_mode()
+
+    def placeholder(self, name: str) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty(self.SHAPE)
+        return node
+
+    def __call__(
+        self, target: Any, *args: Any, block: str = "a", phase: str = "forward"
+    ) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
+        with self.mode:
+            node.meta.update(val=target(*values), phase=phase, block=block)
+        return node
+
+    def finish(self, *results: fx.Node) -> fx.GraphModule:
+        self.graph.output(results)
+        mark_roots(self.graph)
+        return fx.GraphModule({}, self.graph)
+
+    def finder(self) -> _Finder:
+        return _Finder(self.graph, CPU)
+
+    def clusters(self) -> list[set[fx.Node]]:
+        return [set(c.members) for c in self.finder().clusters()]
+
+
+def run(module: fx.GraphModule, num_inputs: int) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    module.recompile()
+    return module(*[torch.randn(Draft.SHAPE, generator=generator) for _ in range(num_inputs)])
+
+
+def replace_all(module: fx.GraphModule, finder: _Finder) -> int:
+    """What `fuse` does with clusters."""
+    kernels = Kernels(CPU, compiled=False)
+    count = sum(_replace(finder, cluster, module, kernels) for cluster in finder.clusters())
+    _sort(module.graph, finder.position)
+    for node in reversed(list(module.graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            module.graph.erase_node(node)
+    module.graph.lint()
+    return count
+
+
+def test_two_clusters_that_would_wait_for_each_other() -> None:
+    """With a = {1, 3}, b = {2, 4} and edges 1 → 4, 2 → 3: each is possible, both are not."""
+    draft = Draft()
+    x = draft.placeholder("x")
+    one = draft(aten.sin.default, x, block="a")
+    two = draft(aten.cos.default, x, block="b")
+    three = draft(aten.add.Tensor, one, two, block="a")
+    four = draft(aten.mul.Tensor, two, one, block="b")
+    module = draft.finish(three, four)
+    wanted = run(module, 1)
+    finder = draft.finder()
+    assert [set(c.members) for c in finder.clusters()] == [{one, three}, {two, four}]
+    assert replace_all(module, finder) == 1
+    assert all(map(torch.equal, run(module, 1), wanted))
+
+
+def test_many_clusters_that_cross() -> None:
+    """Three chains whose links read each other: whatever is fused, order and values hold."""
+    draft = Draft()
+    x = draft.placeholder("x")
+    last = [draft(aten.sin.default, x, block=b) for b in "abc"]
+    for k in range(9):
+        mine, other = k % 3, (k + 1 + k // 3) % 3
+        last[mine] = draft(aten.add.Tensor, last[mine], last[other], block="abc"[mine])
+    module = draft.finish(*last)
+    wanted = run(module, 1)
+    assert replace_all(module, draft.finder()) >= 1
+    assert all(map(torch.equal, run(module, 1), wanted))
+
+
+def test_a_result_that_is_read_between() -> None:
+    """A product reads the first and is read by the last: they are no one op."""
+    draft = Draft()
+    x = draft.placeholder("x")
+    one = draft(aten.sin.default, x)
+    product = draft(aten.mm.default, one, x)
+    two = draft(aten.add.Tensor, one, product)
+    draft.finish(two)
+    assert draft.clusters() == []
+
+
+def sums(*, late: bool) -> tuple[Draft, list[fx.Node], list[fx.Node]]:
+    """A sum over five products; each made right before it is added (`late`), or all at first."""
+    draft = Draft()
+    x, y = draft.placeholder("x"), draft.placeholder("y")
+    products = [draft(aten.mm.default, x, y, phase="backward") for _ in range(1 if late else 5)]
+    total = products[0]
+    added = []
+    for k in range(1, 5):
+        if late:
+            products.append(draft(aten.mm.default, x, y, phase="backward"))
+        total = draft(aten.add.Tensor, total, products[k], phase="backward")
+        added.append(total)
+    draft.finish(total)
+    return draft, products, added
+
+
+def test_sums_do_not_wait_for_late_pieces() -> None:
+    draft, products, added = sums(late=True)
+    size = clusters._bytes(products[0])
+    finder = draft.finder()
+    assert finder.held_bytes({*added[:2]}, 1000.0) == 2 * size
+    assert finder.held_bytes({*added}, 1000.0) == 4 * size
+    assert finder.held_bytes({added[3]}, 1000.0) == 0
+    assert all(len(c & {*added}) < 2 for c in draft.clusters())
+
+
+def test_sums_of_what_is_there_are_one_op() -> None:
+    draft, _, added = sums(late=False)
+    assert draft.finder().held_bytes({*added}, 1000.0) == 0
+    assert draft.clusters() == [{*added}]
+
+
+def cut(*, read_again: bool, needs_more: bool) -> tuple[Draft, fx.Node, fx.Node]:
+    """Two ops on a product; the first's result may have another reader behind them."""
+    draft = Draft()
+    x, y = draft.placeholder("x"), draft.placeholder("y")
+    product = draft(aten.mm.default, x, y) if needs_more else y
+    first = draft(aten.sin.default, product)
+    second = draft(aten.cos.default, first)
+    out = draft(aten.mm.default, second, first if read_again else x)
+    draft.finish(out)
+    return draft, first, second
+
+
+@pytest.mark.parametrize("read_again", [False, True])
+@pytest.mark.parametrize("needs_more", [False, True])
+def test_a_place_to_recompute_from_is_left(read_again: bool, needs_more: bool) -> None:
+    """The second op could be run again from the first's result, which is kept for its reader."""
+    draft, first, second = cut(read_again=read_again, needs_more=needs_more)
+    hides = read_again and needs_more
+    assert draft.clusters() == ([] if hides else [{first, second}])
+    finder = draft.finder()
+    a, b = (clusters._Cluster("forward", "a", [n]) for n in (first, second))
+    assert finder.hides_a_cut(a, b) == hides
+
+
+def test_random_and_mutating_ops_are_left_alone() -> None:
+    draft = Draft()
+    x = draft.placeholder("x")
+    nodes = [
+        draft(aten.rand_like.default, x),
+        draft(aten.bernoulli.default, x),
+        draft(aten.mul_.Tensor, x, 2.0),
+        draft(aten.mm.default, x, x),
+        draft(aten.sin.default, x),
+    ]
+    draft.finish(*nodes)
+    finder = draft.finder()
+    assert [finder.is_fusible(n) for n in nodes] == [False] * 4 + [True]
+
+
+def test_at_most_so_many_ops() -> None:
+    draft = Draft()
+    node = draft.placeholder("x")
+    for _ in range(3 * clusters.MAX_OPS):
+        node = draft(aten.sin.default, node)
+    module = draft.finish(node)
+    wanted = run(module, 1)
+    assert [len(c) for c in draft.clusters()] == [clusters.MAX_OPS] * 3
+    assert replace_all(module, draft.finder()) == 3
+    assert torch.equal(run(module, 1)[0], wanted[0])
+
+
+def test_results_behind_views_and_before_them() -> None:
+    """A view of a result is read outside; the result itself only inside."""
+    draft = Draft()
+    x = draft.placeholder("x")
+    one = draft(aten.sin.default, x)
+    view = draft(aten.t.default, one)
+    two = draft(aten.add.Tensor, view, x)
+    product = draft(aten.mm.default, view, two)
+    module = draft.finish(product, draft(aten.t.default, two))
+    wanted = run(module, 1)
+    assert replace_all(module, draft.finder()) == 1
+    found = run(module, 1)
+    assert all(map(torch.equal, found, wanted))
+    assert len(fused_nodes(module.graph)) == 1
+
+
+def test_small_clusters_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, captured = captured_of("mlp")
+    captured = captured.clone()
+    assert fuse(captured, model, Kernels(CPU, compiled=False), min_bytes=2**30) == 0
+    assert not fused_nodes(captured.graph.graph)
+    monkeypatch.setattr(clusters, "MIN_BYTES", 2**30)
+    assert fuse(captured, model, Kernels(CPU, compiled=False)) == 0
+
+
+# -- odd products ----------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """A head over an odd vocabulary; with `logits`, these are returned, too."""
+
+    def __init__(self, width: int, columns: int, *, bias: bool, logits: bool = False) -> None:
+        super().__init__()
+        self.start = nn.Linear(16, width)
+        self.head = nn.Linear(width, columns, bias=bias)
+        self.logits = logits
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits = self.head(nn.functional.gelu(self.start(x)))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+        return (loss, logits) if self.logits else loss
+
+
+def odd(
+    rows: int, columns: int, *, bias: bool, logits: bool = False
+) -> tuple[nn.Module, dict[str, Any]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Odd(24, columns, bias=bias, logits=logits).double()
+        x = torch.randn(1, rows, 16, dtype=torch.float64)
+        return model, {"x": x, "y": torch.randint(0, columns, (1, rows))}
+
+
+def aligned(model: nn.Module, inputs: dict[str, Any]) -> tuple[Captured, int]:
+    captured = capture(model, (), inputs)
+    mark_blocks(captured.graph.graph, model)
+    mark_roots(captured.graph.graph)
+    count = align.align(captured.graph.graph)
+    captured.graph.graph.lint()
+    captured.graph.recompile()
+    return captured, count
+
+
+class Strides(fx.Interpreter):
+    """Runs a graph and holds every value to its planned layout."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        found = super().run_node(n)
+        planned = n.meta.get("val")
+        if n.op == "call_function" and isinstance(planned, Tensor):
+            assert found.shape == planned.shape, n
+            assert found.stride() == planned.stride(), n
+            assert found.untyped_storage().nbytes() == planned.untyped_storage().nbytes(), n
+        return found
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("columns", [100, 101])
+@pytest.mark.parametrize("rows", [36, 37])
+def test_odd_products_have_the_same_values(rows: int, columns: int, bias: bool) -> None:
+    model, inputs = odd(rows, columns, bias=bias)
+    captured, count = aligned(model, inputs)
+    assert bool(count) == bool(rows % 2 or columns % 2)
+    want, tangents = run_eager(model, (), inputs, lambda loss: loss, nullcontext())
+    have = run_graph(captured, model, (), inputs, tangents)
+    torch.testing.assert_close(have.outputs, want.outputs, rtol=1e-13, atol=0)
+    assert have.gradients.keys() == want.gradients.keys()
+    for name, gradient in have.gradients.items():
+        torch.testing.assert_close(gradient, want.gradients[name], rtol=1e-11, atol=1e-15)
+        assert gradient.is_contiguous()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_layouts_are_as_planned_behind_odd_products(fused: bool) -> None:
+    """Views follow the rows' new stride; sizes of storages are what memory plans count."""
+    model, inputs = odd(37, 101, bias=True)
+    captured, count = aligned(model, inputs)
+    assert count
+    if fused:
+        captured = capture(model, (), inputs)
+        fuse(captured, model, Kernels(CPU, compiled=False))
+    named = dict(model.named_parameters())
+    arguments = [
+        named[r.target].detach() if r.kind == "parameter"
+        else torch.ones((), dtype=torch.float64) if r.kind == "tangent"
+        else list(inputs.values())[r.index]
+        for r in captured.inputs
+    ]  # fmt: skip
+    with torch.no_grad():
+        Strides(captured.graph).run(*arguments)
+    heads = [n for n in captured.graph.graph.nodes if n.target is align.aligned_addmm]
+    assert [n.meta["val"].stride() for n in heads] == [(24, 1), (102, 1)][-len(heads) :]
+    views = [u for n in heads for u in n.users if is_view(u)]
+    assert {max(u.meta["val"].stride()[-2:]) for u in views} == {24, 102}
+
+
+def test_returned_logits_are_left_alone() -> None:
+    model, inputs = odd(36, 101, bias=True, logits=True)
+    captured, _ = aligned(model, inputs)
+    assert not any(
+        n.target in (align.aligned_mm, align.aligned_addmm) and 101 in n.meta["val"].shape
+        for n in captured.graph.graph.nodes
+        if n.meta.get("phase") == "forward"
+    )
+    with torch.no_grad():
+        _, wanted = model(**inputs)
+    _, tangents = run_eager(model, (), inputs, lambda o: o[0], nullcontext())
+    have = run_graph(captured, model, (), inputs, tangents)
+    assert torch.equal(have.outputs[1], wanted)
+    assert have.outputs[1].is_contiguous()
+
+
+def test_small_products_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(align, "MIN_ELEMENTS", 2**20)
+    assert aligned(*odd(37, 101, bias=True))[1] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(36, 40), (37, 41), (1, 9), (40, 5)])
+def test_aligned_products_by_themselves(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = shape
+    a = torch.randint(-3, 4, (rows, 16), generator=generator).to(dtype)
+    b = torch.randint(-3, 4, (16, columns), generator=generator).to(dtype)
+    bias = torch.randint(-3, 4, (columns,), generator=generator).to(dtype)
+    for found, wanted in (
+        (align.aligned_mm(a, b), a @ b),
+        (align.aligned_mm(a, b.t().contiguous().t()), a @ b),
+        (align.aligned_addmm(bias, a, b), torch.addmm(bias, a, b)),
+    ):
+        assert torch.equal(found, wanted)  # whole numbers: no order of sums rounds
+        assert found.stride(0) * found.element_size() % align.ROW_BYTES == 0
+        assert found.stride(0) - columns < align.ROW_BYTES
+
+
+@pytest.mark.parametrize("strategy", ["recompute-all", "swap-all"])
+def test_odd_steps_are_eager_to_rounding(
+    strategy: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = check_kernels(monkeypatch)
+    plain, inputs = odd(37, 101, bias=True)
+    model, _ = odd(37, 101, bias=True)
+    training = training_of("adam", model)
+    reference = training_of("adam", plain)
+    model = lohan_fx.compile(
+        model, hw=hw, optimizer=training.optimizer, strategy=strategy, states="host", fused=True
+    )
+    for _ in range(3):
+        losses = []
+        for side, its in ((plain, reference), (model, training)):
+            loss = side(**inputs)
+            loss.backward()
+            its.step()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=0)
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+    assert made
+    assert isinstance(model, LohanModule)
+    assert "aligned_addmm" in str(model.graph)
+    model.lohan.close()
+
+
+# -- Inductor --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("vocabulary", [96, 101])
+def test_compiled_steps_are_eager_to_rounding(
+    vocabulary: int, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(model: nn.Module, training: Any) -> list[Tensor]:
+        losses = []
+        for _ in range(3):
+            loss = model(ids, targets)
+            loss.backward()
+            training.step()
+            losses.append(loss.detach())
+        return losses
+
+    def new() -> nn.Module:
+        torch.manual_seed(0)
+        return GPT(2, 2, 32, vocabulary=vocabulary, sequence=12)
+
+    torch.manual_seed(1)
+    ids, targets = torch.randint(0, vocabulary, (2, 3, 12))
+    plain = new()
+    wanted = train(plain, training_of("adam", plain))
+    made = check_kernels(monkeypatch, compiled=True)
+    model = new()
+    training = training_of("adam", model)
+    model = lohan_fx.compile(
+        model, hw=hw, optimizer=training.optimizer, strategy="recompute-all", fused=True
+    )
+    found = train(model, training)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-3)
+    assert made[0].calls > 0
+    assert isinstance(model, LohanModule)
+    model.lohan.close()
