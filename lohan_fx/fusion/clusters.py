@@ -47,9 +47,9 @@ _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.bool, t
 
 
 Kernel = Callable[..., Any]
-Compiler = Callable[[fx.GraphModule, str], Kernel]
+Compiler = Callable[[fx.GraphModule, str], Kernel | None]
 """(body, name) → what the fused node calls: the body's inputs → its outputs. A body with one output
-returns the tensor, otherwise a tuple."""
+returns the tensor, otherwise a tuple. None: the ops stay what they are."""
 
 
 @dataclass(slots=True, eq=False)
@@ -231,6 +231,8 @@ def _replace(
     body, reads = _body(members, wanted, module)
     name = "_".join(["fused", *dict.fromkeys(_short(m) for m in members)][:5])
     kernel = compiler(body, name)
+    if kernel is None:
+        return False
     anchor = members[-1]
     with graph.inserting_before(anchor):
         made = graph.create_node("call_function", kernel, tuple(reads), name=f"fused_{anchor.name}")

@@ -27,17 +27,23 @@ class Kernels:
     def __init__(self, device: torch.device, *, compiled: bool) -> None:
         self._device = device
         self._compiled = compiled
-        self._made: dict[str, Kernel] = {}
+        self._made: dict[str, Kernel | None] = {}
 
     @property
     def count(self) -> int:
         """Different kernels so far."""
         return len(self._made)
 
-    def __call__(self, body: fx.GraphModule, name: str) -> Kernel:
+    def __call__(self, body: fx.GraphModule, name: str) -> Kernel | None:
+        """The kernel of a body; None, said once a structure, if it cannot be compiled."""
         key = structure(body)
         if key not in self._made:
-            self._made[key] = self._make(body, f"{name}_{len(self._made)}")
+            try:
+                self._made[key] = self._make(body, f"{name}_{len(self._made)}")
+            except Exception as error:  # noqa: BLE001 - compilers fail in many ways; ops run as they are
+                first = str(error).splitlines()[0] if str(error) else type(error).__name__
+                logger.warning("lohan_fx: %s is not fused: %s", name, first)
+                self._made[key] = None
         return self._made[key]
 
     def _make(self, body: fx.GraphModule, name: str) -> Kernel:
