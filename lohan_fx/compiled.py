@@ -326,6 +326,7 @@ class CompiledModel:
                     options.budget,
                     dataclasses.replace(options.planner, fixed_units=fixed),
                 )
+        self.sync()  # updates of the last step may still read buffers
         for program in self.programs.values():
             program.executor.drop_pending()  # slots and buffers may move
         self.sync()

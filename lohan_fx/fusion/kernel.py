@@ -32,7 +32,7 @@ class Kernels:
     @property
     def count(self) -> int:
         """Different kernels so far."""
-        return len(self._made)
+        return sum(kernel is not None for kernel in self._made.values())
 
     def __call__(self, body: fx.GraphModule, name: str) -> Kernel | None:
         """The kernel of a body; None, said once a structure, if it cannot be compiled."""
