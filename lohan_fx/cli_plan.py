@@ -179,9 +179,14 @@ def simulate(
             metavar="TRACE.json",
         ),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Where to draw the lanes over time (extra `plots`).", metavar="PNG"),
+    ] = None,
 ) -> Parts:
     """Simulate plan files, side by side; on another machine with --hw."""
     _check_writable(trace)
+    _check_writable(plot)
     real = load_trace(recorded) if recorded is not None else ()
     loaded = [_simulated(path, hw) for path in plans]
     parts: list[Table | str] = [step_table(loaded)]
@@ -190,6 +195,11 @@ def simulate(
     if trace is not None:
         save_trace(trace, [*(p.simulation.timeline for p in loaded), *real])
         typer.echo(f"saved {trace}", err=True)
+    if plot is not None:
+        from lohan_fx.plots import plot_timelines
+
+        plot_timelines([*real, *(p.simulation.timeline for p in loaded)], plot)
+        typer.echo(f"saved {plot}", err=True)
     return parts
 
 

@@ -19,6 +19,7 @@ from lohan_fx.planners import Choices, PlannerOptions, make_plan
 from lohan_fx.planners.algorithm1 import search
 from lohan_fx.planners.strategy import place
 from lohan_fx.simulate import simulate
+from lohan_fx.timeline import LANES, Timeline
 from lohan_fx.workload import Workload
 
 if TYPE_CHECKING:
@@ -171,6 +172,47 @@ def _groups(ablation: Ablation) -> dict[str, list[Row]]:
 def _marks(ablation: Ablation) -> dict[str, str]:
     names = dict.fromkeys(row.case.strategy for row in ablation.rows if row.planned is not None)
     return {name: str(k) for k, name in enumerate(names, 1)}
+
+
+_KIND_COLORS = {
+    "compute": "tab:gray",
+    "recompute": "tab:orange",
+    "update": "tab:purple",
+    "offload": "tab:blue",
+    "prefetch": "tab:cyan",
+    "fetch_unit": "tab:green",
+    "emit_gradients": "tab:pink",
+    "read_states": "tab:olive",
+    "write_states": "tab:brown",
+}
+
+
+def plot_timelines(timelines: Sequence[Timeline], path: str | Path) -> None:
+    """Draw lanes over time, one timeline under another; waiting on the device is red."""
+    plt = _pyplot()
+    figure, plots = plt.subplots(
+        len(timelines), 1, figsize=(11, 2.4 * len(timelines) + 0.6), sharex=True, squeeze=False
+    )
+    end = max(t.end_s - t.start_s for t in timelines)
+    shown: dict[str, Any] = {}
+    for axes, timeline in zip(plots[:, 0], timelines, strict=True):
+        lanes = [lane for lane in LANES if timeline.by_lane[lane]]
+        for row, lane in enumerate(reversed(lanes)):
+            bars: dict[str, list[tuple[float, float]]] = defaultdict(list)
+            for span in timeline.by_lane[lane]:
+                kind = "waiting" if span.stall else span.kind
+                bars[kind].append((1e3 * (span.start_s - timeline.start_s), 1e3 * span.seconds))
+            for kind, parts in bars.items():
+                color = "tab:red" if kind == "waiting" else _KIND_COLORS.get(kind, "black")
+                made = axes.broken_barh(parts, (row - 0.4, 0.8), facecolors=color)
+                shown.setdefault(kind, made)
+        axes.set_yticks(range(len(lanes)), list(reversed(lanes)))
+        length = 1e3 * (timeline.end_s - timeline.start_s)
+        axes.set_title(f"{timeline.name}: {length:.0f} ms", loc="left", fontsize=9)
+        axes.set_xlim(0, 1e3 * end)
+    plots[-1, 0].set_xlabel("ms")
+    figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=len(shown), fontsize=8)
+    _save(plt, figure, path)
 
 
 def _pyplot() -> Any:

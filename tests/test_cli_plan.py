@@ -159,6 +159,13 @@ def test_a_real_step_beside_the_simulated_one(tmp_path: Path) -> None:
     )
 
 
+def test_a_picture_of_lanes(saved: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    output("simulate", saved, "--plot", tmp_path / "lanes.png")
+    assert (tmp_path / "lanes.png").read_bytes().startswith(b"\x89PNG")
+    assert "cannot draw" in message("simulate", saved, "--plot", tmp_path / "lanes.what")
+
+
 def test_report_reads_what_plan_writes(saved: Path) -> None:
     assert "lohan plan for Toy" in output("report", saved)
 
