@@ -334,7 +334,8 @@ def inductor_kernel(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
-    with TRACING, torch.no_grad(), mode, config.patch(emulate_precision_casts=True):
+    plain = torch._C._DisableAutocast()  # the graph's ops have their dtypes
+    with TRACING, torch.no_grad(), plain, mode, config.patch(emulate_precision_casts=True):
         module = make_fx(body, decomposition_table=select_decomp_table())(*inputs)
         output = module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
@@ -343,6 +344,13 @@ def inductor_kernel(
     return made
 
 
-def set_cuda_allocator(settings: str) -> None:
-    """Change settings of CUDA's caching allocator, in the syntax of ``PYTORCH_ALLOC_CONF``."""
-    torch._C._accelerator_setAllocatorSettings(settings)
+def set_cuda_allocator(settings: str) -> bool:
+    """Change settings of CUDA's caching allocator, in the syntax of ``PYTORCH_ALLOC_CONF``.
+
+    False where this version of torch does not let us.
+    """
+    try:
+        torch._C._accelerator_setAllocatorSettings(settings)
+    except (AttributeError, RuntimeError):
+        return False
+    return True

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from lohan_fx._compat import storage_key
+from lohan_fx._compat import OpOverload, storage_key
 from lohan_fx.capture import Captured, dense_stride, is_random, is_repeatable, op_name
 from lohan_fx.errors import CaptureError
 from lohan_fx.hardware import HardwareProfile
@@ -461,7 +461,7 @@ def _op(
     block = node.meta["block"]
     op = Op(
         name=node.name,
-        target=str(node.target),
+        target=str(node.target) if isinstance(node.target, OpOverload) else op_name(node),
         block=block,
         phase=node.meta["phase"],
         reads=tuple(sorted({r.name for r in read})),

@@ -60,10 +60,6 @@ class LohanModule(nn.Module):
         self.lohan.sync()
         return super().state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.lohan.sync()
-        return super().load_state_dict(*args, **kwargs)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copies and pickles: threads, files and host memory belong to one model."""
         raise LohanError(
@@ -92,7 +88,8 @@ def compile(
 
     The model is changed in place and returned: its class becomes a subclass whose forward runs
     the rewritten program (isinstance, state_dict, printing and attributes stay). Nothing is
-    traced or moved before the first forward, whose inputs it needs.
+    traced or moved before the first forward, whose inputs it needs. On CUDA the caching allocator
+    gets expandable segments, unless PYTORCH_ALLOC_CONF is set, for the whole process.
 
     Args:
         model: any module that Dynamo can trace whole.
@@ -112,8 +109,9 @@ def compile(
         swap_to: tier of swapped activations; "auto" fills host memory first.
         schedule: "optimized", "naive" or "serial" (LoHan Fig. 3): how updates overlap with
             backward. "overlapped": "optimized", and what is left of them runs beside the next
-            forward (call ``model.lohan.sync()`` before reading a parameter that you hold; the
-            model's own ``parameters()`` and ``state_dict()`` do). "auto": the strategy's own.
+            forward (call ``model.lohan.sync()`` before you read or write a parameter that you
+            hold; the model's own ``parameters()``, ``state_dict()`` and ``load_state_dict()``
+            do). "auto": the strategy's own.
         fused: compile what lies between matrix products and attention with Inductor: faster, and
             equal to rounding where eager's own kernels are equal to the bit. "auto": on CUDA.
         plan: a plan made earlier for the same model and inputs; replaces the strategy.

@@ -20,12 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from lohan_fx import footprint
 from lohan_fx.annotate import StateLayout, UnitLayout, annotate, unit_layouts
 from lohan_fx.capture import Captured, Outputs, capture
 from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES
-from lohan_fx.errors import CaptureError, InsufficientMemoryError, LohanError, StepError
+from lohan_fx.errors import (
+    CaptureError,
+    InsufficientMemoryError,
+    LohanError,
+    PlanError,
+    StepError,
+)
 from lohan_fx.fusion import Kernels, fuse
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.passes import PassManager, Rewrite, pipeline
@@ -35,7 +42,7 @@ from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners import make_plan
 from lohan_fx.planners.registry import Planner, PlannerOptions
 from lohan_fx.printing import ProgramModule
-from lohan_fx.program import Program, Residency, residency
+from lohan_fx.program import Program, Residency, lower, residency
 from lohan_fx.runtime.arena import Arena, BufferRing, Layout, Region
 from lohan_fx.runtime.engine import Engine, Slot, SlotStore
 from lohan_fx.runtime.executor import Executor
@@ -204,10 +211,13 @@ class CompiledModel:
         )
         self._anchor = torch.zeros((), requires_grad=True)
         self._closer: weakref.finalize[Any, Any] | None = None
-        self._hook = None
+        self._hooks: list[RemovableHandle] = []
         if optimizer is not None:
             check_supported(optimizer)
-            self._hook = optimizer.register_step_pre_hook(_Join(self))
+            self._hooks = [
+                optimizer.register_step_pre_hook(_Join(self)),
+                model.register_load_state_dict_pre_hook(_Sync(self)),
+            ]
 
     # -- public views -----------------------------------------------------------------------
 
@@ -326,10 +336,11 @@ class CompiledModel:
                     options.budget,
                     dataclasses.replace(options.planner, fixed_units=fixed),
                 )
+        else:
+            self._check_given(plan, workload)
         self.sync()  # updates of the last step may still read buffers
         for program in self.programs.values():
             program.executor.drop_pending()  # slots and buffers may move
-        self.sync()
         if self.memory is None:
             with self._stage("allocate"):
                 self.memory = self._allocate(workload, plan)
@@ -338,6 +349,18 @@ class CompiledModel:
             self._connect(self.memory, workload, plan)
         with self._stage("rewrite"):
             return self._rewrite(captured, workload, plan)
+
+    def _check_given(self, plan: Plan, workload: Workload) -> None:
+        """Refuse a user's plan that is of another program than the one at hand."""
+        try:
+            lower(workload, plan)
+        except PlanError as error:
+            raise PlanError(
+                f"the plan given to compile is of another program: {error}. It must have been made "
+                f"for the same model, inputs and options: here fused={self.options.fused}, "
+                f"loss_chunk_bytes={self.options.loss_chunk_bytes} (lohan_fx.plan plans for "
+                "fused=False)"
+            ) from error
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -536,7 +559,8 @@ class CompiledModel:
         for other in self.programs.values():
             if other is not program:
                 other.executor.drop_pending()
-        self.memory.states.sync_from_user()
+        updater = self.memory.updater
+        self.memory.states.sync_from_user(behind=updater is not None and updater.behind)
         if not executor.captured.has_backward:
             with torch.no_grad():
                 flat = executor.forward(inputs)
@@ -634,6 +658,7 @@ class CompiledModel:
         self.memory.lanes.recorder = recorder
         try:
             yield recorder
+            self.sync()  # what schedule "overlapped" leaves belongs to the last step
         finally:
             self.memory.lanes.recorder = None
 
@@ -658,8 +683,8 @@ class CompiledModel:
                 program.executor.abort()
         self.programs.clear()
         self.latest = None
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         if self._closer is not None:
             self._closer()
         self.memory = None
@@ -675,6 +700,18 @@ class _Join:
         compiled = self._compiled()
         if compiled is not None:
             compiled.finish_step()
+
+
+class _Sync:
+    """load_state_dict() pre-hook, also where the model is part of the one that loads."""
+
+    def __init__(self, compiled: CompiledModel) -> None:
+        self._compiled = weakref.ref(compiled)
+
+    def __call__(self, *_: Any) -> None:
+        compiled = self._compiled()
+        if compiled is not None:
+            compiled.sync()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ so a run is the same every time.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
@@ -74,16 +75,16 @@ class Clock:
 class Worker:
     """A thread: runs processes to their end, one after another.
 
-    The next is the one of lowest rank among those that are ready; if none is, the one that was
-    submitted first (`runtime.lanes.RankedLane`).
+    The next is the one of lowest rank among those that are ready; jobs of rank None run last and in
+    order. If none is ready, the one that was submitted first (`runtime.lanes.RankedLane`).
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._jobs: list[tuple[int, Signal | None, Process, Signal]] = []
+        self._jobs: list[tuple[int | None, Signal | None, Process, Signal]] = []
         self._running = False
 
-    def submit(self, job: Process, *, rank: int = 0, ready: Signal | None = None) -> Signal:
+    def submit(self, job: Process, *, rank: int | None = 0, ready: Signal | None = None) -> Signal:
         """Queue a job; the signal is its end."""
         ended = Signal()
         self._jobs.append((rank, ready, job, ended))
@@ -94,12 +95,23 @@ class Worker:
     def _run(self) -> Process:
         self._running = True
         while self._jobs:
-            ready = [k for k, (_, r, _, _) in enumerate(self._jobs) if r is None or r.done]
-            chosen = min(ready, key=lambda k: (self._jobs[k][0], k), default=0)
-            _, _, job, ended = self._jobs.pop(chosen)
+            _, _, job, ended = self._jobs.pop(self._choose())
             yield from job
             self._clock.fire(ended)
         self._running = False
+
+    def _choose(self) -> int:
+        best, best_rank, in_order = 0, math.inf, False
+        found = False
+        for k, (rank, ready, _, _) in enumerate(self._jobs):
+            if rank is None:
+                if in_order:
+                    continue
+                in_order = True
+            value = math.inf if rank is None else rank
+            if (not found or value < best_rank) and (ready is None or ready.done):
+                best, best_rank, found = k, value, True
+        return best
 
 
 class Ring:

@@ -393,7 +393,9 @@ class _Updates:
             self._ends.append(self._worker.submit(job()))
             return
         self._fresh[unit.name] = Signal()
-        self._ends.append(self._worker.submit(job(), rank=self._rank[unit.name], ready=arrival))
+        on_ssd = self.tiers[unit.name] == "ssd"
+        rank = None if on_ssd else self._rank[unit.name]
+        self._ends.append(self._worker.submit(job(), rank=rank, ready=arrival))
 
     def has_own_buffer(self, unit: Unit) -> bool:
         return has_own_buffer(unit, self.tiers[unit.name], self.schedule, self.direct)
@@ -728,11 +730,13 @@ class _Step:
     def _memory(self) -> dict[str, Series]:
         host = host_bytes_needed(self.workload, self.plan)
         ssd = ssd_bytes_needed(self.workload, self.plan)
-        device = list(zip(self.starts, self.memory.series, strict=True))
+        starts = (t - self.origin for t in self.starts)
+        device = list(zip(starts, self.memory.series, strict=True))
+        slots = {k: [(t - self.origin, size) for t, size in v] for k, v in self.slots.items()}
         return {
             "device": _steps(device),
-            "host": _slots(sum(host.values()) - host["residuals"], self.slots["host"]),
-            "ssd": _slots(ssd["units"], self.slots["ssd"]),
+            "host": _slots(sum(host.values()) - host["residuals"], slots["host"]),
+            "ssd": _slots(ssd["units"], slots["ssd"]),
         }
 
 

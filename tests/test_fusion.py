@@ -6,6 +6,8 @@ Bodies of fused ops are interpreted, which is eager to the bit; only a slow test
 from __future__ import annotations
 
 import functools
+import operator
+import random
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from tests.training import (
 )
 
 MODELS = ("gpt2", "llama", "bert", "t5", "resnet", "mlp", "tied", "frozen")
+GRAPHS = tuple(name for name in MODELS if name not in ("bert", "t5"))  # like others, and slow
 STRATEGIES = ("recompute-all", "swap-all", "random", "lohan")
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -105,8 +108,15 @@ def fused_nodes(graph: fx.Graph) -> list[fx.Node]:
 # -- steps -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", MODELS)
+CASES = [
+    # each model meets half of the strategies, the others are slow
+    pytest.param(name, strategy, marks=() if (m + s) % 2 == 0 else pytest.mark.slow)
+    for m, name in enumerate(MODELS)
+    for s, strategy in enumerate(STRATEGIES)
+]
+
+
+@pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_fused_steps_are_eager(
     name: str, strategy: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +192,7 @@ def fused_of(name: str) -> tuple[Captured, list[fx.GraphModule]]:
     return captured, bodies
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", GRAPHS)
 def test_a_fused_op_stays_in_its_block_and_phase(name: str) -> None:
     captured, bodies = fused_of(name)
     assert bodies
@@ -201,7 +211,7 @@ def test_a_fused_op_stays_in_its_block_and_phase(name: str) -> None:
             assert torch.Tag.pointwise in n.target.tags or name_of_op in clusters._FUSIBLE
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", GRAPHS)
 def test_every_op_is_still_there_once(name: str) -> None:
     _, _, before = captured_of(name)
     after, bodies = fused_of(name)
@@ -217,7 +227,7 @@ def test_every_op_is_still_there_once(name: str) -> None:
     assert sum(map(is_random, outside)) == sum(map(is_random, wanted)) > 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", GRAPHS)
 def test_fused_graphs_are_exact(name: str) -> None:
     """Run as a whole, against eager."""
     model, inputs, _ = captured_of(name)
@@ -336,18 +346,39 @@ def test_two_clusters_that_would_wait_for_each_other() -> None:
     assert all(map(torch.equal, run(module, 1), wanted))
 
 
-def test_many_clusters_that_cross() -> None:
-    """Three chains whose links read each other: whatever is fused, order and values hold."""
-    draft = Draft()
-    x = draft.placeholder("x")
-    last = [draft(aten.sin.default, x, block=b) for b in "abc"]
-    for k in range(9):
-        mine, other = k % 3, (k + 1 + k // 3) % 3
-        last[mine] = draft(aten.add.Tensor, last[mine], last[other], block="abc"[mine])
-    module = draft.finish(*last)
-    wanted = run(module, 1)
-    assert replace_all(module, draft.finder()) >= 1
-    assert all(map(torch.equal, run(module, 1), wanted))
+def random_graph(seed: int) -> tuple[fx.GraphModule, _Finder]:
+    """Ops, views, results of several values, and dead code, in blocks that read each other."""
+    chance, draft = random.Random(seed), Draft()
+    values = [draft.placeholder("x"), draft.placeholder("y")]
+    for _ in range(40):
+        block, kind = chance.choice("abc"), chance.randrange(9)
+        one, two = (values[-1 - min(int(chance.expovariate(0.3)), len(values) - 1)] for _ in "ab")
+        if kind == 0:
+            made = draft(aten.mm.default, one, two, block=block)
+        elif kind == 1:
+            made = draft(aten.t.default, one, block=block)
+        elif kind == 2:
+            several = draft(aten.native_layer_norm.default, one, [8], None, None, 1e-5, block=block)
+            made = draft(operator.getitem, several, 0, block=block)
+            mean = draft(operator.getitem, several, 1, block=block)
+            values.append(draft(aten.mul.Tensor, one, mean, block=chance.choice("abc")))
+        elif kind < 6:
+            made = draft(aten.add.Tensor, one, two, block=block)
+        else:
+            made = draft(aten.sin.default, one, block=block)
+        values.append(made)
+    return draft.finish(*chance.sample(values[2:], 6), values[-1]), draft.finder()
+
+
+def test_any_graph_keeps_its_order_and_values() -> None:
+    fused = 0
+    for seed in range(30):
+        module, finder = random_graph(seed)
+        wanted = run(module, 2)
+        fused += replace_all(module, finder)
+        found = run(module, 2)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), seed
+    assert fused > 30
 
 
 def test_a_result_that_is_read_between() -> None:
@@ -428,8 +459,7 @@ def test_random_and_mutating_ops_are_left_alone() -> None:
         draft(aten.sin.default, x),
     ]
     draft.finish(*nodes)
-    finder = draft.finder()
-    assert [finder.is_fusible(n) for n in nodes] == [False] * 4 + [True]
+    assert [clusters.is_fusible(n, CPU) for n in nodes] == [False] * 4 + [True]
 
 
 def test_at_most_so_many_ops() -> None:
@@ -501,7 +531,8 @@ def aligned(model: nn.Module, inputs: dict[str, Any]) -> tuple[Captured, int]:
     captured = capture(model, (), inputs)
     mark_blocks(captured.graph.graph, model)
     mark_roots(captured.graph.graph)
-    count = align.align(captured.graph.graph)
+    # `fuse` pads what it fuses with the padding, which is nothing in float64
+    count = align.align(captured.graph.graph, lambda node: node.op == "call_function")
     captured.graph.graph.lint()
     captured.graph.recompile()
     return captured, count
@@ -526,7 +557,7 @@ class Strides(fx.Interpreter):
 def test_odd_products_have_the_same_values(rows: int, columns: int, bias: bool) -> None:
     model, inputs = odd(rows, columns, bias=bias)
     captured, count = aligned(model, inputs)
-    assert bool(count) == bool(rows % 2 or columns % 2)
+    assert bool(count) == bool(columns % 2)
     want, tangents = run_eager(model, (), inputs, lambda loss: loss, nullcontext())
     have = run_graph(captured, model, (), inputs, tangents)
     torch.testing.assert_close(have.outputs, want.outputs, rtol=1e-13, atol=0)
@@ -557,7 +588,7 @@ def test_layouts_are_as_planned_behind_odd_products(fused: bool) -> None:
     heads = [n for n in captured.graph.graph.nodes if n.target is align.aligned_addmm]
     assert [n.meta["val"].stride() for n in heads] == [(24, 1), (102, 1)][-len(heads) :]
     views = [u for n in heads for u in n.users if is_view(u)]
-    assert {max(u.meta["val"].stride()[-2:]) for u in views} == {24, 102}
+    assert {max(u.meta["val"].stride()[-2:]) for u in views} == {102}
 
 
 def test_returned_logits_are_left_alone() -> None:
@@ -636,6 +667,8 @@ def test_odd_steps_are_eager_to_rounding(
 def test_compiled_steps_are_eager_to_rounding(
     vocabulary: int, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By SGD: Adam makes steps of full size from gradients that are rounding only."""
+
     def train(model: nn.Module, training: Any) -> list[Tensor]:
         losses = []
         for _ in range(3):
@@ -652,17 +685,17 @@ def test_compiled_steps_are_eager_to_rounding(
     torch.manual_seed(1)
     ids, targets = torch.randint(0, vocabulary, (2, 3, 12))
     plain = new()
-    wanted = train(plain, training_of("adam", plain))
+    wanted = train(plain, training_of("sgd", plain))
     made = check_kernels(monkeypatch, compiled=True)
     model = new()
-    training = training_of("adam", model)
+    training = training_of("sgd", model)
     model = lohan_fx.compile(
         model, hw=hw, optimizer=training.optimizer, strategy="recompute-all", fused=True
     )
     found = train(model, training)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
     assert made[0].calls > 0
     assert isinstance(model, LohanModule)
     model.lohan.close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +20,16 @@ from lohan_fx.plan import SCHEDULES, Action, Plan, Tier
 from lohan_fx.planners import Choices, PlannerOptions, finish, make_plan, names
 from lohan_fx.planners.effort import Effort
 from lohan_fx.planners.evaluate import step_seconds
-from lohan_fx.planners.model import Model
+from lohan_fx.planners.exhaustive import exchanges
+from lohan_fx.planners.keep import keep_greedily
+from lohan_fx.planners.model import Model, Option
 from lohan_fx.planners.pareto import NOT_CANDIDATES, Pareto, frontier, lower_bound
 from lohan_fx.planners.random_policy import RandomPolicy
-from lohan_fx.planners.schedule import must_save
+from lohan_fx.planners.regions import LateRegions
+from lohan_fx.planners.schedule import Draft, draft, finish_draft, must_save
 from lohan_fx.planners.simplex import solve
 from lohan_fx.planners.structure import MAX_LAYERS, segments_of, windows_of
+from lohan_fx.planners.trial import make_draft
 from lohan_fx.program import lower
 from lohan_fx.simulate import simulate
 from lohan_fx.workload import Op, Workload
@@ -317,6 +322,85 @@ def test_more_workloads(seed: int) -> None:
         test_time_is_monotone_in_every_budget.hypothesis.inner_test(  # type: ignore[attr-defined]
             seed, tier, rng.uniform(0.1, 0.6), rng.uniform(1.01, 1.5)
         )
+
+
+# -- regions and exchanges ------------------------------------------------------------------------
+
+
+def layers(*sizes: int) -> Workload:
+    """f0, f1, … in a block each, of one second each; backward reads their results, last first."""
+    b = Builder("layers")
+    last = b.value("x", 64, "input")
+    for k, size in enumerate(sizes):
+        last = b.op(f"f{k}", [last], [(f"y{k}", size)], block=f"b{k}", flops=10**13)
+    d = b.op("loss", [last], [("loss", 4)], block="head", output=True)
+    for k in reversed(range(len(sizes))):
+        d = b.op(f"f{k}.b", [d, f"y{k}"], [(f"d{k}", 64)], block=f"b{k}", phase="backward")
+    return b.build()
+
+
+def test_late_regions_make_again_what_earlier_ones_had() -> None:
+    """y2's region runs f1 and f0, too; y1's f0: unless what they make stays."""
+    workload = layers(100, 100, 100)
+    one = workload.ops[0].seconds
+    late = LateRegions(workload, workload.residuals)
+    assert late.names == {"y0": "f0.b", "y1": "f1.b", "y2": "f2.b"}
+    assert late.seconds == pytest.approx(6 * one)
+    assert late.least_seconds == pytest.approx(3 * one)
+    last = workload.op_index["f2.b"]
+    assert ("y1", last) in late.earlier()
+    late.anchors["y1"] = last
+    assert late.seconds == pytest.approx(4 * one)
+    late.anchors["y0"] = last
+    assert late.seconds == pytest.approx(late.least_seconds)
+    assert late.earlier() == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_exchanges_are_those_that_are_near(seed: int) -> None:
+    """Each assignment with one or two other choices, once; bounds ascend and hold."""
+    workload, hw = tiny_workload(seed), machine(seed)
+    model = Model(workload, hw, PlannerOptions(states="host"), by_value=True)
+    now: dict[str, Option] = {group.members[0]: group.options[0] for group in model.groups}
+    found = list(exchanges(model, budget(ssd=2**30), now))
+    changes = [{v for v in now if changed[v] != now[v]} for _, changed in found]
+    assert {len(names) for names in changes} == {1, 2}
+    bounds = [bound_s for bound_s, _ in found]
+    assert bounds == sorted(bounds)
+    assert len({tuple(changed.values()) for _, changed in found}) == len(found)
+    others = [len(group.options) - 1 for group in model.groups]
+    pairs = (sum(others) ** 2 - sum(n * n for n in others)) // 2
+    assert len(found) == sum(others) + pairs
+    for bound_s, changed in found[:40]:
+        with suppress(InsufficientMemoryError):
+            made = make_draft(model, changed, budget(ssd=2**30), "near")
+            plan = finish_draft(made, hw, budget(ssd=2**30), model.options)
+            assert bound_s <= step_seconds(workload, plan, hw) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_kept_counts_once(seed: int) -> None:
+    """As much is kept as fits: the region that made it no longer does."""
+    rng = random.Random(seed)
+    workload = layers(*(rng.choice((1000, 3000, 8000)) for _ in range(6)))
+    options = PlannerOptions(states="device")
+
+    def made(kept: Iterable[str]) -> Draft:
+        actions: dict[str, Action] = dict.fromkeys(workload.residuals, "recompute")
+        actions.update(dict.fromkeys(kept, "keep"))
+        regions = dict.fromkeys(workload.residuals, "all")
+        choices = Choices(actions=actions, unit_tiers={}, regions=regions)
+        return draft(workload, HW, budget(), options, choices, "some")
+
+    limit = made(workload.residuals).memory.peak_bytes
+    assert set(keep_greedily(made([]), limit, workload.residuals, lambda v: 1.0)) == set(
+        workload.residuals
+    )
+    less = made([]).memory.peak_bytes
+    kept = keep_greedily(made([]), less, workload.residuals, lambda v: 1.0)
+    assert made(kept).memory.peak_bytes <= less
+    for v in set(workload.residuals) - set(kept):
+        assert made([*kept, v]).memory.peak_bytes > less
 
 
 # -- bounds ---------------------------------------------------------------------------------------

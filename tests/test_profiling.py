@@ -145,7 +145,7 @@ def test_amounts_of_work(one_second: None) -> None:
     meter = profiling._Meter(torch.device("cpu"), quick=True)
     assert profiling._device_bytes_per_s(meter) == 2 * 64 * MIB, "read plus written"
     assert profiling._link_bytes_per_s(meter) == (64 * MIB, 64 * MIB, 128 * MIB)
-    assert profiling._cpu_optimizer_params_per_s(quick=True) == 4 * MIB
+    assert profiling._cpu_optimizer_params_per_s(meter) == 16 * MIB
     size = (profiling._matmul_flops_per_s(meter, torch.float32) / 2) ** (1 / 3)
     assert round(size) in (512, 1024, 2048, 4096, 8192)
 

@@ -4,13 +4,14 @@ A vocabulary of 50257 is no multiple of 8, and neither is a row of 50257 bfloat1
 bytes: products that read or write such a matrix run at a fraction of the speed (H100, 1024 x 2560 x
 50257: 107 instead of 400 to 600 TFLOPS). So forward's product is written into rows of a padded
 stride, gradients that products read are padded by the op that makes them (`clusters` fuses the
-two), and the last odd rows and columns of a result are computed apart. Values stay what they are.
+two), and the last odd rows and columns of a result are computed apart. Values stay what they are,
+to rounding.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ _aten = torch.ops.aten
 def aligned_mm(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b``, with rows that begin at multiples of `ROW_BYTES`."""
     out = _rows(a, b)
-    for rows, columns in _parts(out):
+    for rows, columns in _parts(a, out):
         torch.mm(a[rows], b[:, columns], out=out[rows, columns])
     return out
 
@@ -40,7 +41,7 @@ def aligned_mm(a: Tensor, b: Tensor) -> Tensor:
 def aligned_addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """``bias + a @ b`` for a bias of one row, with rows that begin at multiples of `ROW_BYTES`."""
     out = _rows(a, b)
-    for rows, columns in _parts(out):
+    for rows, columns in _parts(a, out):
         torch.addmm(bias[columns], a[rows], b[:, columns], out=out[rows, columns])
     return out
 
@@ -61,11 +62,15 @@ def _empty(rows: int, columns: int, like: Tensor) -> Tensor:
     return torch.empty_strided((rows, columns), (stride, 1), dtype=like.dtype, device=like.device)
 
 
-def _parts(out: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of a result: what is a multiple of the step, and what is left."""
-    step = _step(out)
-    rows, columns = (_cut(size, step) for size in out.shape)
-    yield from itertools.product(rows, columns)
+def _parts(a: Tensor, out: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of a result: what is a multiple of the step, and what is left. Rows matter
+    where the first factor's are its fast dimension (the gradient of a weight)."""
+    rows = _cut(out.shape[0], _step(out) if _by_columns(a) else 1)
+    yield from itertools.product(rows, _cut(out.shape[1], _step(out)))
+
+
+def _by_columns(a: Tensor) -> bool:
+    return a.stride(0) == 1 and a.stride(1) != 1
 
 
 def _cut(size: int, step: int) -> tuple[slice, ...]:
@@ -78,9 +83,13 @@ def _step(like: Tensor) -> int:
     return max(1, ROW_BYTES // like.element_size())
 
 
-def align(graph: fx.Graph) -> int:
+def align(graph: fx.Graph, is_fusible: Callable[[fx.Node], bool]) -> int:
     """Align the large products of a captured graph, in place; needs marked roots. Returns how many
-    values have changed their layout."""
+    values have changed their layout.
+
+    `is_fusible` says what `clusters` can fuse with the padding of its result; elsewhere padding
+    would cost a pass over the matrix.
+    """
     count = 0
     for node in list(graph.nodes):
         if node.target in _ALIGNED and not node.kwargs and _has_odd_result(node):
@@ -89,7 +98,7 @@ def align(graph: fx.Graph) -> int:
         if node.target is _aten.mm.default and node.meta["phase"] == "backward":
             for source in node.all_input_nodes:
                 root = source.meta["root"]
-                if root.op == "call_function" and _is_odd(root.meta["val"]) and not is_view(root):
+                if is_fusible(root) and _is_odd(root.meta["val"]) and not is_view(root):
                     count += _pad(graph, root)
     return count
 
@@ -111,10 +120,12 @@ def _has_odd_result(node: fx.Node) -> bool:
     value = node.meta["val"]
     if value.numel() < MIN_ELEMENTS or min(value.shape) <= 8 * _step(value):
         return False
+    first: Any = node.args[-2]
     bias: Any = node.args[0]
     if node.target is _aten.addmm.default and bias.meta["val"].dim() != 1:
         return False
-    return any(size % _step(value) for size in value.shape)
+    rows, columns = (size % _step(value) != 0 for size in value.shape)
+    return columns or (rows and _by_columns(first.meta["val"]))
 
 
 def _align_result(node: fx.Node) -> bool:

@@ -73,7 +73,7 @@ def fuse(
     graph = captured.graph.graph
     mark_blocks(graph, model)
     mark_roots(graph)
-    align(graph)
+    align(graph, lambda node: is_fusible(node, captured.device))
     finder = _Finder(graph, captured.device)
     least = MIN_BYTES if min_bytes is None else min_bytes
     clusters = [c for c in finder.clusters() if sum(map(_bytes, c.members)) >= least]
@@ -108,6 +108,22 @@ def maker_of(value: fx.Node) -> fx.Node | None:
     return root
 
 
+def is_fusible(node: fx.Node, device: torch.device) -> bool:
+    """Whether Inductor makes a kernel of the op that can hold others, too."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return False
+    name = str(target.overloadpacket)
+    if torch.Tag.pointwise not in target.tags and name not in _FUSIBLE:
+        return False
+    if is_random(node) or target._schema.is_mutable:
+        return False
+    tensors = tensors_of(node.meta.get("val"))
+    for source in node.all_input_nodes:
+        tensors += tensors_of(source.meta.get("val"))
+    return all(t.device.type == device.type and t.dtype in _DTYPES for t in tensors)
+
+
 class _Finder:
     """Finds the clusters of one graph; knows who reads what, through views."""
 
@@ -132,7 +148,7 @@ class _Finder:
         """Clusters of at least two ops, grown along the edges of the graph in order."""
         home: dict[fx.Node, _Cluster] = {}
         for node in list(self.sources):
-            if not self.is_fusible(node):
+            if not is_fusible(node, self.device):
                 continue
             cluster = _Cluster(node.meta["phase"], node.meta["block"], [node])
             home[node] = cluster
@@ -144,21 +160,6 @@ class _Finder:
                     cluster = other
         found = {id(c): c for c in home.values() if len(c.members) > 1}
         return list(found.values())
-
-    def is_fusible(self, node: fx.Node) -> bool:
-        """Whether Inductor makes a kernel of the op that can hold others, too."""
-        target = node.target
-        if node.op != "call_function" or not isinstance(target, OpOverload):
-            return False
-        name = str(target.overloadpacket)
-        if torch.Tag.pointwise not in target.tags and name not in _FUSIBLE:
-            return False
-        if is_random(node) or target._schema.is_mutable:
-            return False
-        tensors = tensors_of(node.meta.get("val"))
-        for source in node.all_input_nodes:
-            tensors += tensors_of(source.meta.get("val"))
-        return all(t.device.type == self.device.type and t.dtype in _DTYPES for t in tensors)
 
     def may_merge(self, a: _Cluster, b: _Cluster) -> bool:
         """Whether one op can stand for both: what they read is made before those who read them,
@@ -228,6 +229,8 @@ def _replace(
         return False
     at = min(finder.position[members[-1]], last - 0.5)
     wanted = [v for m in members for v in _values(m) if _is_read_outside(v, inside)]
+    if not wanted:  # dead code
+        return False
     body, reads = _body(members, wanted, module)
     name = "_".join(["fused", *dict.fromkeys(_short(m) for m in members)][:5])
     kernel = compiler(body, name)
@@ -372,8 +375,10 @@ def _sort(graph: fx.Graph, position: dict[fx.Node, float]) -> None:
     ready = [(rank[n], n) for n in nodes if not missing[n]]
     heapq.heapify(ready)
     last: fx.Node | None = None
+    placed = 0
     while ready:
         _, node = heapq.heappop(ready)
+        placed += 1
         if last is not None:
             last.append(node)
         last = node
@@ -381,3 +386,5 @@ def _sort(graph: fx.Graph, position: dict[fx.Node, float]) -> None:
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(ready, (rank[user], user))
+    if placed != len(nodes):
+        raise RuntimeError(f"fused ops wait for each other: {len(nodes) - placed} nodes in a cycle")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,19 +91,24 @@ def _rehearse(
     ]
     for t in given:
         t.zero_()
-    stats = torch.cuda.memory_stats
+    device = inputs[0].device
+    stats = partial(torch.cuda.memory_stats, device)
     before = stats()["requested_bytes.all.current"]
-    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_peak_memory_stats(device)
     results = run(list(given))
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     peak = stats()["requested_bytes.all.peak"] - before
     held = stats()["requested_bytes.all.current"] - before
     for made, planned in zip(results, wanted, strict=True):
-        if made.shape != planned.shape or made.stride() != planned.stride():
-            raise RuntimeError(
-                f"Inductor lays out a result of {name} as {made.stride()}, not {planned.stride()}"
-            )
+        if _form(made) != _form(planned):
+            raise RuntimeError(f"Inductor made {_form(made)} of {name}, not {_form(planned)}")
     return max(0, int(peak - held))
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    """What a plan takes for granted of a result."""
+    size = tensor.untyped_storage().nbytes()
+    return (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), size)
 
 
 def structure(body: fx.GraphModule) -> str:

@@ -19,6 +19,8 @@ class Effort:
         assignments: most assignments that are enumerated.
         simulations: most of them that are simulated.
         polish: most plans that the last local search simulates.
+        drafts: most drafts of the search that exchanges choices, and regions with them.
+        starts: from the best plans of so many strategies it begins.
         nodes: most nodes of branch and bound in a trial at the budget itself.
         lean, lower: where nothing fits: most drafts on the way to the smallest need; how often
             a budget below it is tried.
@@ -31,6 +33,8 @@ class Effort:
     assignments: int = 40_000
     simulations: int = 1_500
     polish: int = 48
+    drafts: int = 300
+    starts: int = 4
     nodes: int = 6
     lean: int = 12
     lower: int = 0
@@ -40,11 +44,11 @@ class Effort:
         """By the number of ops, as the time to evaluate a plan is in proportion to it."""
         ops = len(workload.ops)
         if ops <= 150:
-            return cls(lean=120, lower=40)
+            return cls(drafts=300 if ops <= 80 else 100, lean=120, lower=40)
         if ops <= 1_000:
-            return cls(assignments=0, polish=16, nodes=2, lean=40, lower=1)
+            return cls(assignments=0, drafts=0, polish=16, nodes=2, lean=40, lower=1)
         if ops <= 4_000:
-            return cls(ladder=2, assignments=0, polish=0, nodes=1)
+            return cls(ladder=2, assignments=0, drafts=0, polish=0, nodes=1)
         reserves = (1.0, 2.0)
         return cls(
             reserves=reserves,
@@ -52,6 +56,7 @@ class Effort:
             host_rungs=1,
             ladder=1,
             assignments=0,
+            drafts=0,
             polish=0,
             nodes=1,
         )

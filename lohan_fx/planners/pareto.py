@@ -26,15 +26,16 @@ from lohan_fx.footprint import host_bytes_needed, ssd_bytes_needed
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan
 from lohan_fx.planners import registry
-from lohan_fx.planners.assign import Assignment, Improver, assignment_of
+from lohan_fx.planners.assign import Assignment, Improver, assignment_of, choices_of
 from lohan_fx.planners.effort import Effort
 from lohan_fx.planners.evaluate import step_seconds
-from lohan_fx.planners.exhaustive import by_bound, columns_of
+from lohan_fx.planners.exhaustive import by_bound, columns_of, exchanges
 from lohan_fx.planners.keep import overlap_reserve
 from lohan_fx.planners.model import Model
 from lohan_fx.planners.pareto_report import ParetoReport
+from lohan_fx.planners.regions import LateRegions
 from lohan_fx.planners.registry import PlannerOptions, register
-from lohan_fx.planners.schedule import Choices, Draft, device_error, finish, finish_draft
+from lohan_fx.planners.schedule import Choices, Draft, device_error, draft, finish, finish_draft
 from lohan_fx.planners.simplex import lagrangian_bound, solve
 from lohan_fx.planners.strategy import Strategy
 from lohan_fx.planners.time_rows import Stages
@@ -190,8 +191,10 @@ class _Search:
     budget: MemoryBudget
     options: PlannerOptions
     best: _Candidate | None = None
+    by_source: dict[str, _Candidate] = field(default_factory=dict)
     errors: list[InsufficientMemoryError] = field(default_factory=list)
     num_simulated: int = 0
+    num_drafts: int = 0
     exhaustive: bool = False
 
     def __post_init__(self) -> None:
@@ -212,6 +215,7 @@ class _Search:
             self.ladder,
             self.search_all,
             self.polish,
+            self.exchange,
         )
         for step in steps:
             if not self.done:
@@ -253,19 +257,27 @@ class _Search:
         found = _Candidate(plan=plan, seconds=seconds, source=source)
         if self.best is None or found.order < self.best.order:
             self.best = found
+        first = self.by_source.setdefault(source, found)
+        if found.order < first.order:
+            self.by_source[source] = found
         return seconds
 
-    def finish(self, made: Draft, budget: MemoryBudget) -> None:
-        """Complete a draft and offer it, unless that has been done or it does not fit."""
+    def finish(self, made: Draft, budget: MemoryBudget) -> float:
+        """Complete a draft and offer it, unless that has been done or it does not fit.
+
+        Returns its seconds; infinite if it was not offered.
+        """
         if made.memory.peak_bytes > budget.device_bytes:
-            return
+            return math.inf
         plan = made.plan
         actions = tuple((r.action, r.tier) for r in plan.residuals.values())
+        regions = tuple((r.anchor, r.wanted) for r in made.regions)
         units = tuple((u.tier, u.access, len(u.windows)) for u in plan.units.values())
-        key = (budget.device_bytes, actions, units)
-        if key not in self.tried:
-            self.tried.add(key)
-            self.offer(finish_draft(made, self.hw, budget, self.options), NAME)
+        key = (budget.device_bytes, actions, regions, units)
+        if key in self.tried:
+            return math.inf
+        self.tried.add(key)
+        return self.offer(finish_draft(made, self.hw, budget, self.options), NAME)
 
     def bound_of(self, assignment: Assignment | None) -> float:
         """Seconds that no plan with this assignment undercuts; 0.0 if the model lacks it."""
@@ -313,6 +325,54 @@ class _Search:
         except InsufficientMemoryError:
             return
         self.finish(made, self.budget)
+
+    def simulate_late(self, assignment: Assignment, limit_s: float = math.inf) -> float:
+        """Offer an assignment with regions as late as can be, and with some joined to earlier ones.
+
+        Returns the seconds of the better one; infinite if neither was offered, as they do not
+        fit, have been offered before, or cannot undercut the limit.
+        """
+        remade = [v for v in self.workload.residuals if assignment[v] == "recompute"]
+        late = LateRegions(self.workload, remade)
+        compute_s = self.model.unit_s
+        if compute_s + late.least_seconds >= limit_s * (1 - _SAME):
+            return math.inf
+        made = self.late_draft(assignment, late)
+        if made is None:
+            return math.inf
+        seconds = math.inf
+        if compute_s + late.seconds < limit_s * (1 - _SAME):
+            seconds = self.finish(made, self.budget)
+        joined = self.join(assignment, late)
+        if joined is not None and compute_s + late.seconds < min(limit_s, seconds) * (1 - _SAME):
+            seconds = min(seconds, self.finish(joined, self.budget))
+        return seconds
+
+    def join(self, assignment: Assignment, late: LateRegions) -> Draft | None:
+        """Make residuals in earlier regions while that saves time and fits; the last draft."""
+        made = None
+        moves = late.earlier()
+        while moves:
+            v, at = moves.pop(0)
+            own = late.anchors[v]
+            late.anchors[v] = at
+            trial = self.late_draft(assignment, late)
+            if trial is None:
+                late.anchors[v] = own
+            else:
+                made, moves = trial, late.earlier()
+        return made
+
+    def late_draft(self, assignment: Assignment, late: LateRegions) -> Draft | None:
+        """The draft of an assignment with these regions, if it fits."""
+        self.num_drafts += 1
+        choices = replace(choices_of(self.model, assignment), regions=late.names)
+        args = (self.workload, self.hw, self.budget, self.options, choices, NAME)
+        try:
+            made = draft(*args)
+        except InsufficientMemoryError:
+            return None
+        return made if made.memory.peak_bytes <= self.budget.device_bytes else None
 
     def other_strategies(self) -> None:
         """All that are registered; of those that raise, the errors are kept."""
@@ -433,6 +493,8 @@ class _Search:
                 return
             left -= 1
             self.simulate(assignment)
+            if self.num_drafts < self.effort.drafts and self.best is not None:
+                self.simulate_late(assignment, self.best.seconds)
         self.exhaustive = True
 
     def polish(self) -> None:
@@ -455,6 +517,35 @@ class _Search:
                 self.simulate(changed)
                 if self.best is not before:
                     assignment, idle = changed, 0
+
+    def exchange(self) -> None:
+        """From the best plans of several strategies, change one or two choices at a time.
+
+        Regions are as late as they can be, or joined, across blocks too: so this finds what
+        `polish` cannot. What one start has led to is not offered again from another.
+        """
+        if self.best is None or self.exhaustive or not self.effort.drafts:
+            return
+        stop = self.num_drafts + self.effort.drafts
+        model = Model(self.workload, self.hw, self.options, by_value=True)
+        starts = sorted(self.by_source.values(), key=lambda found: found.order)
+        for start in starts[: self.effort.starts]:
+            self.descend(model, start, stop)
+
+    def descend(self, model: Model, start: _Candidate, stop: int) -> None:
+        """The first of the changes, by ascending bound, that gains; again, until none does."""
+        found, seconds = assignment_of(self.model, start.plan), start.seconds
+        if found is not None:
+            seconds = min(seconds, self.simulate_late(found, seconds))
+        while found is not None and not self.done:
+            now, found = found, None
+            for bound_s, changed in exchanges(model, self.budget, now):
+                if self.num_drafts >= stop or bound_s >= seconds * (1 - _SAME):
+                    return
+                made_s = self.simulate_late(changed, seconds)
+                if made_s < seconds:
+                    found, seconds = changed, made_s
+                    break
 
     def _by_size(self) -> list[str]:
         units = [(u.compute_bytes + u.state_bytes, u.name) for u in self.workload.units]
@@ -531,7 +622,7 @@ class _Search:
     def fitting(self, device_bytes: int) -> _Search | None:
         """The search at another device budget, if that has a plan (other than the leanest)."""
         budget = replace(self.budget, device_bytes=device_bytes)
-        other = replace(self, budget=budget, best=None, errors=[])
+        other = replace(self, budget=budget, best=None, by_source={}, errors=[])
         for step in (other.own_plans, other.other_strategies, other.ladder):
             step()
             if other.best is not None:

@@ -70,3 +70,60 @@ def _joined(
                 a, b = find(owner.setdefault(op, part)), find(part)
                 root[max(a, b)] = min(a, b)
     return {part: find(part) for part in parts}
+
+
+class LateRegions:
+    """Regions as late as they can be: one before every op that is the first to read a member.
+
+    They need the least memory, but what a later region needs and an earlier one has made is
+    made again, unless it stays: then it moves to the earlier region, whatever its block.
+    """
+
+    def __init__(self, workload: Workload, remade: Iterable[str]) -> None:
+        self.workload = workload
+        self.saved = set(workload.residuals) - set(remade)
+        self.saved |= {v.name for v in workload.values.values() if v.is_output}
+        self.anchors = {v: workload.first_backward_use(v) for v in remade}
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Residual → name of its region."""
+        return {v: self.workload.ops[at].name for v, at in self.anchors.items()}
+
+    @property
+    def least_seconds(self) -> float:
+        """What making all of them takes at least: every op once."""
+        run, _ = self.workload.recompute_ops(self.anchors, self.saved)
+        return self._seconds(run)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self._seconds(run) for run in self._runs(self.anchors).values())
+
+    def _seconds(self, run: Iterable[int]) -> float:
+        return sum(self.workload.ops[i].seconds for i in run)
+
+    def _runs(self, anchors: Mapping[str, int]) -> dict[int, tuple[int, ...]]:
+        """Region's place → the ops that it runs."""
+        members: dict[int, list[str]] = defaultdict(list)
+        for v, at in anchors.items():
+            members[at].append(v)
+        have, found = set(self.saved), {}
+        for at in sorted(members):
+            found[at], _ = self.workload.recompute_ops(members[at], have)
+            have.update(members[at])
+        return found
+
+    def earlier(self) -> list[tuple[str, int]]:
+        """(residual, place of an earlier region), where that saves time; most a byte first."""
+        w, runs, now = self.workload, self._runs(self.anchors), self.seconds
+        found = []
+        for v, own in self.anchors.items():
+            for at, run in runs.items():
+                if at >= own or not set(run) & set(runs[own]):
+                    continue
+                moved = self._runs({**self.anchors, v: at})
+                saved = now - sum(self._seconds(r) for r in moved.values())
+                if saved > 0:
+                    found.append((-saved / max(1, w.values[v].num_bytes), at, v))
+        return [(v, at) for _, at, v in sorted(found)]

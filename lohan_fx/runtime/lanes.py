@@ -8,6 +8,7 @@ overlaps the I/O of others and host memory stays bounded.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +70,12 @@ class Ticket:
         """Whether the bytes have arrived, or never will."""
         if not self._signal.is_set():
             return False
-        return self._error is not None or self.event is None or bool(self.event.query())
+        if self._error is not None or self.event is None:
+            return True
+        try:
+            return bool(self.event.query())
+        except RuntimeError:  # the device failed: whoever waits for the ticket raises it
+            return True
 
     def settle(self) -> None:
         """Wait on the host until the transfer has ended, failed or not."""
@@ -147,27 +153,42 @@ class Lane:
 class RankedLane(Lane):
     """A lane that runs, among the jobs whose input has arrived, the one of lowest rank.
 
-    If no input has arrived, the job that was submitted first runs and waits for its own. Jobs
-    submitted without a rank are always ready and of rank 0.
+    If no input has arrived, the job that was submitted first runs and waits for its own. Jobs of
+    rank None run in the order of submission among themselves, after those with a rank. Jobs
+    submitted without one are always ready and of rank 0.
     """
 
     def __init__(self, name: str) -> None:
-        self._ranks: dict[Ticket, tuple[int, Ticket]] = {}
+        self._ranks: dict[Ticket, tuple[int | None, Ticket]] = {}
         super().__init__(name)
 
-    def submit_ranked(self, job: Callable[[], None], rank: int, ready: Ticket) -> Ticket:
+    def submit_ranked(self, job: Callable[[], None], rank: int | None, ready: Ticket) -> Ticket:
         """Queue a job that waits for `ready` itself."""
         ticket = Ticket()
         self._ranks[ticket] = (rank, ready)
         return self.submit(job, ticket)
 
+    def drain(self) -> None:
+        """Wait until everything that was submitted has ended, failed or not."""
+        with self._changed:
+            tickets = [ticket for _, ticket in self._jobs]
+        for ticket in tickets:
+            ticket.settle()
+        super().drain()
+
     def _take(self) -> tuple[Callable[[], None], Ticket]:
         best = 0
-        best_rank: int | None = None
+        best_rank: float | None = None
+        in_order = False
         for k, (_, ticket) in enumerate(self._jobs):
             rank, ready = self._ranks.get(ticket, (0, None))
-            if (best_rank is None or rank < best_rank) and (ready is None or ready.done()):
-                best, best_rank = k, rank
+            if rank is None:
+                if in_order:
+                    continue
+                in_order = True
+            value = math.inf if rank is None else rank
+            if (best_rank is None or value < best_rank) and (ready is None or ready.done()):
+                best, best_rank = k, value
         job, ticket = self._jobs[best]
         del self._jobs[best]
         self._ranks.pop(ticket, None)

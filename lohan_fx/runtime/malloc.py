@@ -38,5 +38,4 @@ def expand_segments() -> bool:
     """
     if "PYTORCH_ALLOC_CONF" in os.environ or "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
         return False
-    set_cuda_allocator("expandable_segments:True")
-    return True
+    return set_cuda_allocator("expandable_segments:True")

@@ -613,7 +613,8 @@ class UnitOptimizer:
             return
         self._find_groups()
         settings = self._settings(hyperparameters, masters[0].device)
-        if self._update_natively(masters, grads, state, copies, settings):
+        mixed = compute is not None
+        if self._update_natively(masters, grads, state, copies, settings, mixed=mixed):
             return
         limit = self._limit(masters[0], sum(m.numel() for m in masters), scratch)
         pieces: list[_Piece] = []
@@ -649,6 +650,8 @@ class UnitOptimizer:
         state: Sequence[Mapping[str, Tensor]],
         copies: Sequence[Tensor | None],
         settings: Mapping[int, Mapping[str, Any]],
+        *,
+        mixed: bool,
     ) -> bool:
         """Update all at once by our own kernel, if it has the arithmetic that is asked for.
 
@@ -696,6 +699,11 @@ class UnitOptimizer:
             except KeyError:
                 return False
             if not update.supported() or (on_cuda and amsgrad):
+                return False
+            halves = torch.float16 in (grad.dtype, None if copy is None else copy.dtype)
+            if halves and not getattr(kernel, "has_half", True):
+                return False
+            if not mixed and grad.dtype != master.dtype:  # `_update` refuses it
                 return False
             updates.append(update)
         if any(isinstance(master, FakeTensor) for master in masters):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lohan_fx._compat import version_of
 from lohan_fx.annotate import Slice, StateLayout, UnitLayout
-from lohan_fx.errors import LohanError
+from lohan_fx.errors import LohanError, StepError
 from lohan_fx.footprint import align
 from lohan_fx.plan import Tier
 from lohan_fx.runtime._memory import forget_pages, tensor_over
@@ -135,6 +135,11 @@ class UnitStates:
         return Flats(compute=compute, master=master, moments=moments)
 
 
+def _is_written(states: UnitStates) -> bool:
+    """Whether user code wrote through a parameter of the unit."""
+    return [version_of(p) for p in states.parameters] != states.versions
+
+
 class ModelStates:
     """The states of all units of one compiled model.
 
@@ -234,19 +239,26 @@ class ModelStates:
                 p.data = _alone(view)
         states.versions = [version_of(p) for p in states.parameters]
 
-    def sync_from_user(self) -> None:
+    def sync_from_user(self, *, behind: bool = False) -> None:
         """Take over what user code wrote into parameters since the last step.
 
         Writes through a parameter (``load_state_dict``, ``copy_``) are seen by its version
         counter, replaced memory (``p.data = …``) by its address.
+
+        Args:
+            behind: updates of the last step may still run, or may have run since the write.
+
+        Raises:
+            StepError: something was written, and `behind`.
         """
-        touched = False
-        for states in self.units:
-            versions = [version_of(p) for p in states.parameters]
-            moved = self._moved(states)
-            if versions == states.versions and not moved:
-                continue
-            touched = touched or states.tier == "ssd"
+        written = [(s, moved) for s in self.units if (moved := self._moved(s)) or _is_written(s)]
+        if written and behind:
+            raise StepError(
+                f"parameters of {written[0][0].unit.name} were written while updates of the last "
+                "step were running, and one of the two is lost: call model.lohan.sync() before "
+                "writing into parameters, or use another schedule than 'overlapped'"
+            )
+        for states, moved in written:
             flats = states.flats
             assert flats is not None
             with torch.no_grad():
@@ -257,7 +269,7 @@ class ModelStates:
                     for view, p in zip(views, states.parameters, strict=True):
                         view.copy_(p.detach())
             self._expose(states)
-        if touched:
+        if any(states.tier == "ssd" for states, _ in written):
             self.flush()
 
     @staticmethod

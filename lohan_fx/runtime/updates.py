@@ -46,6 +46,7 @@ class Updater:
 
     Attributes:
         pending: backward has begun and `finish` or `join` has not run.
+        behind: `finish` has ended a step whose updates may still run; `join` has not run since.
         torn: units that were updated by a step that then failed.
     """
 
@@ -62,6 +63,7 @@ class Updater:
     ) -> None:
         self.schedule = schedule
         self.pending = False
+        self.behind = False
         self.torn: tuple[str, ...] = ()
         self._begun: list[str] = []
         self._stopped = False
@@ -161,7 +163,9 @@ class Updater:
             self._updates.append(self._lane.submit(job))
             return
         self._fresh[states.index] = fresh
-        rank = self._rank[states.index]
+        # states are read ahead in the order of emission: another order would wait for a buffer that
+        # a unit behind it holds
+        rank = self._rank[states.index] if states.tier == "host" else None
         self._updates.append(self._lane.submit_ranked(job, rank, arrival))
 
     def fresh(self, index: int) -> Ticket | None:
@@ -202,7 +206,9 @@ class Updater:
         Raises:
             as `join`.
         """
-        if self.schedule != "overlapped":
+        if self.schedule == "overlapped":
+            self.behind = True
+        else:
             self.join()
         self.pending = False
 
@@ -262,8 +268,11 @@ class Updater:
         self._clear()
 
     def close(self) -> None:
-        """Finish what is running and join the thread."""
-        self._lane.close()
+        """Finish what is running and join the thread. Raises as `join`, when all has ended."""
+        try:
+            self.join()
+        finally:
+            self._lane.close()
 
     def _clear(self) -> None:
         self._begun.clear()
@@ -275,7 +284,7 @@ class Updater:
         self._reads.clear()
         self._order.clear()
         self._fresh.clear()
-        self.pending = False
+        self.pending = self.behind = False
 
     # -- on the optimizer's thread ----------------------------------------------------------
 

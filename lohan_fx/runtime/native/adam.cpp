@@ -40,6 +40,24 @@ uint16_t to_bf16(float x) {  // to nearest, ties to even; NaN becomes torch's 0x
   return x != x ? 0x7fc0 : static_cast<uint16_t>(rounded);
 }
 
+#if defined(__FLT16_MAX__)
+float from_half(uint16_t x) {
+  _Float16 half;
+  std::memcpy(&half, &x, 2);
+  return static_cast<float>(half);
+}
+
+uint16_t to_half(float x) {
+  const _Float16 half = static_cast<_Float16>(x);
+  uint16_t bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+}
+#else  // an older compiler: `lohan_has_half` says so, and these are not called
+float from_half(uint16_t) { return 0.0f; }
+uint16_t to_half(float) { return 0; }
+#endif
+
 }  // namespace
 
 extern "C" {
@@ -149,11 +167,7 @@ void run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int
       if (t.gradient_dtype == kBfloat16) {
         for (int64_t i = 0; i < n; i++) cast[i] = from_bf16(from[i]);
       } else {
-        for (int64_t i = 0; i < n; i++) {
-          _Float16 half;
-          std::memcpy(&half, from + i, 2);
-          cast[i] = static_cast<float>(half);
-        }
+        for (int64_t i = 0; i < n; i++) cast[i] = from_half(from[i]);
       }
     }
     call(t, s, at, n, gradient);
@@ -164,10 +178,7 @@ void run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int
       for (int64_t i = 0; i < n; i++) to[i] = to_bf16(master[i]);
     } else if (t.copy_dtype == kHalf) {
       uint16_t* to = static_cast<uint16_t*>(t.copy) + at;
-      for (int64_t i = 0; i < n; i++) {
-        const _Float16 half = static_cast<_Float16>(master[i]);
-        std::memcpy(to + i, &half, 2);
-      }
+      for (int64_t i = 0; i < n; i++) to[i] = to_half(master[i]);
     } else {
       std::memcpy(static_cast<float*>(t.copy) + at, master, n * sizeof(float));
     }
@@ -207,17 +218,15 @@ struct Call {  // one call's work, in pieces that threads take in turn
 class Pool {
  public:
   explicit Pool(int threads) {
-    for (int i = 1; i < threads; i++) threads_.emplace_back([this] { loop(); });
+    try {
+      for (int i = 1; i < threads; i++) threads_.emplace_back([this] { loop(); });
+    } catch (...) {
+      close();
+      throw;
+    }
   }
 
-  ~Pool() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      closed_ = true;
-    }
-    wake_.notify_all();
-    for (auto& thread : threads_) thread.join();
-  }
+  ~Pool() { close(); }
 
   void run(Call& call) {
     std::lock_guard<std::mutex> one_at_a_time(callers_);
@@ -235,6 +244,15 @@ class Pool {
   }
 
  private:
+  void close() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      closed_ = true;
+    }
+    wake_.notify_all();
+    for (auto& thread : threads_) thread.join();
+  }
+
   void loop() {
     uint64_t seen = 0;
     std::unique_lock<std::mutex> lock(mutex_);
@@ -269,6 +287,14 @@ void* lohan_pool_new(int threads) {
   } catch (...) {
     return nullptr;
   }
+}
+
+int lohan_has_half() {
+#if defined(__FLT16_MAX__)
+  return 1;
+#else
+  return 0;
+#endif
 }
 
 void lohan_pool_delete(void* pool) { delete static_cast<Pool*>(pool); }

@@ -164,6 +164,7 @@ class AdamKernel:
             ctypes.c_int64,
         ]
         self._library.lohan_adam.restype = ctypes.c_int
+        self.has_half = bool(self._library.lohan_has_half())
         self.num_threads = num_threads
         self._pool = self._library.lohan_pool_new(num_threads)
         if not self._pool:
@@ -191,7 +192,12 @@ def kernel() -> AdamKernel | None:
     try:
         return AdamKernel(library(), max(1, torch.get_num_threads()))
     except (OSError, subprocess.SubprocessError) as error:
-        logger.info("no compiled CPU optimizer, torch's kernels run instead: %s", error)
+        said = getattr(error, "stderr", None) or b""
+        last = said.decode(errors="replace").strip().splitlines()[-1:]
+        logger.warning(
+            "lohan_fx: no compiled CPU optimizer, torch's kernels run instead: %s",
+            "; ".join([str(error), *last]),
+        )
         return None
 
 

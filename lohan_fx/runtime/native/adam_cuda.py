@@ -62,8 +62,37 @@ class CudaAdamKernel:
 
 @functools.cache
 def kernel() -> CudaAdamKernel | None:
-    """The process's kernel; None where there is no Triton."""
+    """The process's kernel; None where there is no Triton, or it cannot compile."""
     if importlib.util.find_spec("triton") is None:
         logger.info("no Triton: torch's kernels update resident units")
         return None
-    return CudaAdamKernel()
+    try:
+        made = CudaAdamKernel()
+        made.run([_tiny_update()])
+    except Exception as error:  # noqa: BLE001 - compilers fail in many ways
+        logger.warning("lohan_fx: torch's kernels update resident units: %s", error)
+        return None
+    return made
+
+
+def _tiny_update() -> Update:
+    from lohan_fx.runtime.native.adam import Update
+
+    state = torch.zeros(2, device="cuda")
+    half = torch.zeros(2, device="cuda", dtype=torch.bfloat16)
+    return Update(
+        master=state,
+        exp_avg=state.clone(),
+        exp_avg_sq=state.clone(),
+        max_exp_avg_sq=None,
+        gradient=half,
+        copy=half.clone(),
+        lr=0.0,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.0,
+        step=1.0,
+        decoupled=True,
+        maximize=False,
+    )
