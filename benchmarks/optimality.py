@@ -272,17 +272,21 @@ def table(rows: Sequence[Row]) -> str:
 
 def summary(rows: Sequence[Row]) -> str:
     lines = [
-        "| strategy | has a plan | best | within 1% | mean gap | largest gap |",
-        "|---" * 6 + "|",
+        "| strategy | has a plan | best | within 1% | mean gap | largest gap "
+        "| within 1% of the best plan | most above it |",
+        "|---" * 8 + "|",
     ]
     for strategy in STRATEGIES:
-        gaps = [row.gap(row.steps[strategy]) for row in rows if strategy in row.steps]
-        if not gaps:
+        planned = [row for row in rows if strategy in row.steps]
+        if not planned:
             continue
+        gaps = [row.gap(row.steps[strategy]) for row in planned]
+        behind = [row.steps[strategy] / row.best_s - 1 for row in planned]
         lines.append(
             f"| {strategy} | {len(gaps)} of {len(rows)} | {sum(g < 1e-3 for g in gaps)} "
             f"| {sum(g < 0.01 for g in gaps)} | {100 * sum(gaps) / len(gaps):.1f}% "
-            f"| {100 * max(gaps):.1f}% |"
+            f"| {100 * max(gaps):.1f}% "
+            f"| {sum(b < 0.01 for b in behind)} | {percent(max(behind))}% |"
         )
     return "\n".join(lines)
 

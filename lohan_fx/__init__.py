@@ -1,8 +1,12 @@
 """Train models far larger than GPU memory, at close to the speed as if they fitted.
 
-`compile` is the one new line in a training loop; `profile_hardware` measures the machine that
-plans are made for; `plan` and `ablate` plan and compare without a machine. Importing the
-package's torch-free parts (`lohan_fx.planners`, `lohan_fx.hardware`, …) does not import torch.
+    compile(model, hw=, optimizer=, memory=)    the one new line in a training loop
+    profile_hardware(ssd=[...])                 measures the machine that plans are made for
+    plan(model, inputs, hw=)                    plans and simulates a step, without the machine
+    ablate(model, inputs, hw=)                  compares strategies
+
+Importing the package's torch-free parts (`lohan_fx.planners`, `lohan_fx.hardware`, …) does not
+import torch.
 """
 
 from __future__ import annotations
@@ -51,3 +55,8 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'lohan_fx' has no attribute {name!r}")
     return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    """What is there, and the public names that are imported on first use."""
+    return sorted({*globals(), *__all__})

@@ -239,7 +239,7 @@ class Ablation:
             _Column("predicted", lambda r: seconds_text(r.step_s or 0.0)),
             _Column("ops timed", _measured("timed_step_s", seconds_text)),
             _Column("measured", _measured("step_s", seconds_text)),
-            _Column("error", _error),
+            _Column(_ERROR, _error),
             _Column(f"measured {self.items}/s", _measured("items_per_s", rate_text)),
             _Column("measured device", _measured("peak_device_bytes", short_bytes)),
         ]
@@ -272,11 +272,14 @@ class _Column:
         return self.cell(row) if row.fits or self.always else ""
 
 
+_ERROR = "error of ops timed"
+
+
 def _table(title: str, columns: Sequence[_Column], rows: Iterable[Row]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
         justify: Literal["left", "right"] = "left" if column.left else "right"
-        if column.name in ("memory", "why not"):
+        if column.name in ("memory", "why not", _ERROR):
             table.add_column(column.name, justify=justify, overflow="fold")
         else:
             table.add_column(column.name, justify=justify, no_wrap=True)
@@ -337,7 +340,7 @@ def ablate(
     inputs: Any = None,
     *,
     hw: HardwareProfile | str | None = None,
-    strategies: Iterable[str | Planner] | None = None,
+    strategies: str | Planner | Iterable[str | Planner] | None = None,
     batch: int | Iterable[int] | None = None,
     memory: Memory | Sequence[Memory] = None,
     states: str | Iterable[str] = "auto",
@@ -358,19 +361,22 @@ def ablate(
         model, inputs, sequence, optimizer, dtype, outputs, full_trace: as for `lohan_fx.plan`. A
             `Planned` or a `Workload` will do as the model.
         hw: a profile, a preset's name, or a file; a `Planned` brings its own.
-        strategies: names or callables; all registered ones but `SLOW` if None.
+        strategies: one or several names or callables; all registered ones but `SLOW` if None.
         batch: one or several.
         memory: one budget or several, each as for `lohan_fx.compile` or a `MemoryBudget`.
         states, swap_to, schedule: one or several values of `PlannerOptions`.
         measure: also compile and run what fits, on this machine; the model needs weights (or is a
-            function that builds it), its inputs real tensors, and `hw` must be of this machine.
+            function that builds it), its forward returns the loss, its inputs are real tensors,
+            and `hw` is of this machine.
         steps: measured steps; the median counts.
         on_row: is called with each row when it is finished.
 
     Raises:
         LohanError: what is asked for cannot be tried at all; a case that does not fit is a row.
     """
-    chosen = [s for s in names() if s not in SLOW] if strategies is None else list(strategies)
+    if strategies is None:
+        strategies = [s for s in names() if s not in SLOW]
+    chosen = [strategies] if isinstance(strategies, str) or callable(strategies) else [*strategies]
     for strategy in chosen:
         get(strategy)
     given = _Given(model, inputs, hw, sequence, optimizer, dtype, outputs, full_trace).start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from lohan_fx.compiled import CompiledModel, Options
 from lohan_fx.errors import HardwareError, LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import SCHEDULES, Plan, Schedule
+from lohan_fx.planned import hardware
 from lohan_fx.planners import Planner, PlannerOptions, get
 from lohan_fx.printing import ProgramModule
 from lohan_fx.profiling import profile_hardware
@@ -71,17 +73,17 @@ class LohanModule(nn.Module):
 def compile(
     model: M,
     *,
-    hw: HardwareProfile | None = None,
+    hw: HardwareProfile | str | Path | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     strategy: str | Planner = "pareto",
     memory: Mapping[str, int | str] | None = None,
-    dtype: torch.dtype | Literal["auto"] | None = "auto",
+    dtype: torch.dtype | str | None = "auto",
     outputs: Outputs = "auto",
     states: Literal["auto", "device", "host", "ssd"] = "auto",
     swap_to: Literal["auto", "host", "ssd"] = "auto",
     schedule: Schedule | Literal["auto"] = "auto",
     fused: bool | Literal["auto"] = "auto",
-    plan: Plan | None = None,
+    plan: Plan | str | Path | None = None,
     loss_chunk_bytes: int = LOSS_CHUNK_BYTES,
 ) -> M:
     """Make `model` train within a memory budget, with plain PyTorch's numbers.
@@ -93,7 +95,8 @@ def compile(
 
     Args:
         model: any module that Dynamo can trace whole.
-        hw: from `profile_hardware` or a preset; measured now (without SSDs) if None.
+        hw: from `profile_hardware`, or the name of a preset or of a saved profile; measured now
+            (without SSDs) if None.
         optimizer: a torch.optim optimizer over the model's parameters. With it, parameters and
             optimizer states live where the plan puts them and gradients are consumed while
             backward runs; ``optimizer.step()`` joins. Without it, only activations are managed
@@ -114,7 +117,8 @@ def compile(
             do). "auto": the strategy's own.
         fused: compile what lies between matrix products and attention with Inductor: faster, and
             equal to rounding where eager's own kernels are equal to the bit. "auto": on CUDA.
-        plan: a plan made earlier for the same model and inputs; replaces the strategy.
+        plan: a plan made earlier for the same model and inputs, or its file; replaces the
+            strategy.
         loss_chunk_bytes: logits that take more than this in float32, and go into nothing but a
             cross entropy, are made in chunks of rows, each of at most this size; loss and
             gradients then equal plain PyTorch's to rounding. 0: never (`lohan_fx.chunk_loss`).
@@ -133,11 +137,19 @@ def compile(
     if schedule not in ("auto", *SCHEDULES):
         raise LohanError(f"schedule {schedule!r} is none of auto, {', '.join(SCHEDULES)}")
     get(strategy)
-    hw = hw if hw is not None else profile_hardware()
+    if isinstance(plan, (str, Path)):
+        plan = Plan.load(plan)
+    if fused not in (True, False, "auto"):
+        raise LohanError(f"fused={fused!r}: use True, False or 'auto'")
+    if memory is not None and not isinstance(memory, Mapping):
+        raise LohanError(f"memory={memory!r}: write it as {{'device': '24GiB', 'host': '64GiB'}}")
+    hw = profile_hardware() if hw is None else hardware(str(hw) if isinstance(hw, Path) else hw)
     device = _device(hw)
     if dtype == "auto":
         on_gpu = device.type == "cuda" and optimizer is not None
         dtype = torch.bfloat16 if on_gpu else None
+    elif isinstance(dtype, str):
+        dtype = _dtype(dtype)
     if dtype is not None and optimizer is None:
         raise LohanError("dtype= needs optimizer=: without one there are no masters to update")
     if device.type == "cpu":
@@ -164,6 +176,22 @@ def compile(
     model.__dict__["_lohan"] = compiled
     model.__class__ = type(cls.__name__, (LohanModule, cls), {"__module__": cls.__module__})
     return model
+
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise LohanError(f"dtype={name!r}: use 'auto', None, a torch.dtype, or one of {[*_DTYPES]}")
+    return _DTYPES[name]
 
 
 def _device(hw: HardwareProfile) -> torch.device:

@@ -54,7 +54,10 @@ def _plain_messages() -> Iterator[None]:
             )
             yield
     except (LohanError, OSError) as error:
-        typer.secho(f"error: {error}", err=True, fg="red")
+        text = str(error)
+        if isinstance(error, FileNotFoundError) and error.filename is not None:
+            text = f"{error.filename} does not exist"
+        typer.secho(f"error: {text}", err=True, fg="red")
         raise typer.Exit(BAD_INPUT) from None
 
 
@@ -112,7 +115,7 @@ def profile(
 @app.command()
 def presets() -> None:
     """List the built-in hardware profiles."""
-    _print(presets_table())
+    _print(presets_table(), "12 SSDs stand for any number from 1 to 12: rtx4090-3xp5510.")
 
 
 @app.command()

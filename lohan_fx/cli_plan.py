@@ -336,6 +336,13 @@ def _dtype(name: str) -> Any:
 def _model(text: str, search: str | None) -> Any:
     """A model's name, or the function that ``module:function`` stands for."""
     if ":" not in text:
+        if text.endswith(".py"):
+            raise LohanError(f"{text} is a file: write {text}:function")
+        if text.lower() in FAMILIES and search != "max-model":
+            raise LohanError(
+                f"{text} is a family: use it with --search max-model, or name one of "
+                f"{', '.join(m.name for m in family_of(text))}"
+            )
         if search != "max-model":
             from lohan_fx.models import named
 
@@ -343,8 +350,10 @@ def _model(text: str, search: str | None) -> Any:
         return text
     where, _, name = text.rpartition(":")
     if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise LohanError(f"{where} does not exist")
         spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-        if spec is None or spec.loader is None or not Path(where).is_file():
+        if spec is None or spec.loader is None:
             raise LohanError(f"{where} is no Python file")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

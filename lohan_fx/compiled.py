@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,6 +202,11 @@ class CompiledModel:
         self._trained = tuple(
             name for name, p in model.named_parameters() if id(p) in managed and p.requires_grad
         )
+        if managed and not any(id(p) in managed for p in model.parameters()):
+            raise LohanError(
+                f"no parameter of the {type(model).__name__} is in the optimizer: construct "
+                f"{type(optimizer).__name__} from the parameters of the model that you compile"
+            )
         self._state_layout = StateLayout(
             compute_dtype=options.dtype if optimizer is not None else None,
             num_states=_num_states(model, optimizer, self._trained),
@@ -215,8 +220,14 @@ class CompiledModel:
         if optimizer is not None:
             check_supported(optimizer)
             self._hooks = [
-                optimizer.register_step_pre_hook(_Join(self)),
-                model.register_load_state_dict_pre_hook(_Sync(self)),
+                optimizer.register_step_pre_hook(_Call(self, CompiledModel.finish_step)),
+                optimizer.register_state_dict_pre_hook(_Call(self, CompiledModel.lend_states)),
+                optimizer.register_state_dict_post_hook(_Call(self, CompiledModel.unlend_states)),
+                optimizer.register_load_state_dict_pre_hook(_Call(self, CompiledModel.sync)),
+                optimizer.register_load_state_dict_post_hook(
+                    _Call(self, CompiledModel.take_states)
+                ),
+                model.register_load_state_dict_pre_hook(_Call(self, CompiledModel.sync)),
             ]
 
     # -- public views -----------------------------------------------------------------------
@@ -560,6 +571,7 @@ class CompiledModel:
             if other is not program:
                 other.executor.drop_pending()
         updater = self.memory.updater
+        self._check_parameters()
         self.memory.states.sync_from_user(behind=updater is not None and updater.behind)
         if not executor.captured.has_backward:
             with torch.no_grad():
@@ -570,6 +582,17 @@ class CompiledModel:
             sources = [named[r.target] if r.target else inputs[r.index] for r in wanted]
             flat = _Step.apply(executor, inputs, wanted, self._anchor, *sources)
         return executor.captured.unflatten(flat, args, kwargs)
+
+    def _check_parameters(self) -> None:
+        """Refuse a model whose layers are others than those that were moved."""
+        assert self.memory is not None
+        known = {id(p) for unit in self.memory.states.units for p in unit.parameters}
+        for name, p in self._named_parameters():
+            if id(p) not in known:
+                raise StepError(
+                    f"parameter {name} is another tensor than when the model was compiled: call "
+                    "model.lohan.close() before replacing layers, and compile again"
+                )
 
     def _check_step(self) -> None:
         """Refuse a forward while the last step is not over."""
@@ -613,6 +636,22 @@ class CompiledModel:
         updater = self.memory.updater if self.memory is not None else None
         if updater is not None and not updater.pending:
             updater.join()
+
+    def lend_states(self) -> None:
+        """Let the optimizer have its states while it makes its state_dict()."""
+        self.sync()
+        if self.memory is not None and self.optimizer is not None:
+            self.memory.states.give_back(self.optimizer)
+
+    def unlend_states(self) -> None:
+        """Take back what `lend_states` gave."""
+        if self.memory is not None and self.optimizer is not None:
+            self.memory.states.release(self.optimizer)
+
+    def take_states(self) -> None:
+        """Take over what the optimizer has just loaded."""
+        if self.memory is not None and self.optimizer is not None:
+            self.memory.states.take_states(self.optimizer)
 
     def finish_step(self) -> None:
         """End the optimizer's work of this step: what optimizer.step() does first."""
@@ -690,28 +729,17 @@ class CompiledModel:
         self.memory = None
 
 
-class _Join:
-    """optimizer.step() pre-hook. Holds the model weakly: the optimizer must not keep it alive."""
+class _Call:
+    """A hook. Holds the compiled model weakly: optimizer and model must not keep it alive."""
 
-    def __init__(self, compiled: CompiledModel) -> None:
+    def __init__(self, compiled: CompiledModel, method: Callable[[CompiledModel], None]) -> None:
         self._compiled = weakref.ref(compiled)
+        self._method = method
 
     def __call__(self, *_: Any) -> None:
         compiled = self._compiled()
         if compiled is not None:
-            compiled.finish_step()
-
-
-class _Sync:
-    """load_state_dict() pre-hook, also where the model is part of the one that loads."""
-
-    def __init__(self, compiled: CompiledModel) -> None:
-        self._compiled = weakref.ref(compiled)
-
-    def __call__(self, *_: Any) -> None:
-        compiled = self._compiled()
-        if compiled is not None:
-            compiled.sync()
+            self._method(compiled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ the papers. Rates are per second, in bytes, FLOPs or parameters; sizes are whole
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
@@ -247,8 +248,10 @@ class HardwareProfile:
         """Read a file that `save` wrote; `HardwareError` names the file and the field."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, UnicodeDecodeError, HardwareError) as error:
+        except HardwareError as error:
             raise HardwareError(f"{path}: {error}") from error
+        except ValueError as error:
+            raise HardwareError(f"{path} is no JSON file: {error}") from error
 
     @classmethod
     def preset(cls, name: str) -> HardwareProfile:
@@ -261,8 +264,10 @@ class HardwareProfile:
         match = re.fullmatch(r"(.+)-(\d+)xp5510", name)
         if match and match[1] in _LOHAN_GPUS and 1 <= int(match[2]) <= 12:
             return _lohan_server(match[1], int(match[2]))
+        near = difflib.get_close_matches(name.lower(), cls.preset_names(), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? Known are" if near else "use one of"
         raise HardwareError(
-            f"no hardware preset {name!r}: use one of {', '.join(cls.preset_names())} "
+            f"no hardware preset {name!r}: {hint} {', '.join(cls.preset_names())} "
             "(with 1 to 12 in place of 12), or measure with profile_hardware()"
         )
 
@@ -312,12 +317,19 @@ class MemoryBudget:
                 asked[tier] = parse_bytes(size)
             except ValueError as error:
                 raise HardwareError(f"memory[{tier!r}]: {error}") from error
+            if isinstance(size, str) and size.strip().isdigit() and 0 < asked[tier] < 2**20:
+                raise HardwareError(
+                    f"memory[{tier!r}]: {size!r} has no unit; did you mean '{size.strip()}GiB'? "
+                    "(bytes are given as an int)"
+                )
 
         limit = dict(have)
         if hw.device_kind == "cpu":
             pool = hw.device_bytes + hw.host_bytes
-            limit["device"] = max(0, pool - asked.get("host", 0))
-            limit["host"] = max(0, pool - asked.get("device", 0))
+            for tier, other in (("device", "host"), ("host", "device")):
+                # What the other tier cannot have is that tier's fault.
+                taken = asked.get(other, 0)
+                limit[tier] = pool - taken if taken <= pool else pool
         for tier, size in asked.items():
             if size > limit[tier]:
                 note = " (device and host share one memory on a CPU)" if limit != have else ""

@@ -6,6 +6,7 @@ after. A plan file therefore reproduces a program exactly.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lohan_fx.errors import PlanError
+from lohan_fx.errors import PlanError, format_bytes
 
 Tier = Literal["device", "host", "ssd"]
 Action = Literal["keep", "swap", "recompute"]
@@ -109,6 +110,10 @@ class Prediction:
     binding: str = ""
 
 
+def _counts(counter: collections.Counter[Any]) -> str:
+    return ", ".join(f"{n} {what}" for what, n in sorted(counter.items())) or "none"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A complete decision for one workload under one hardware profile and budget."""
@@ -120,6 +125,33 @@ class Plan:
     schedule: Schedule = "optimized"
     prediction: Prediction = field(default_factory=Prediction)
     notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Decisions by their number, what they are expected to cost, and the notes."""
+        actions = collections.Counter(
+            r.action if r.action != "swap" else f"swap to {r.tier}" for r in self.residuals.values()
+        )
+        tiers = collections.Counter(u.tier for u in self.units.values())
+        p = self.prediction
+        sizes = {
+            "device peak": p.peak_device_bytes,
+            "host peak": p.peak_host_bytes,
+            "SSD peak": p.peak_ssd_bytes,
+            "D2H": p.d2h_bytes,
+            "H2D": p.h2d_bytes,
+            "SSD read": p.ssd_read_bytes,
+            "SSD written": p.ssd_write_bytes,
+        }
+        expected = [f"{p.step_s:.4g} s"] if p.step_s else []
+        expected += [f"{what} {format_bytes(size)}" for what, size in sizes.items() if size]
+        lines = [
+            f"{self.strategy} plan for {self.workload}, schedule {self.schedule}",
+            f"residuals: {_counts(actions)}",
+            f"units: {_counts(tiers)}",
+            *([f"expected of a step: {', '.join(expected)}"] if expected else []),
+            *(f"note: {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
 
     def count(self, action: Action, tier: Tier | None = None) -> int:
         return sum(
@@ -198,7 +230,7 @@ class Plan:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
-            raise PlanError(f"{path} is no plan: {error}") from None
+            raise PlanError(f"{path} is no JSON file: {error}") from None
         if not isinstance(data, dict):
             raise PlanError(f"{path} is no plan: it holds a {type(data).__name__}")
         return cls.from_dict(data)

@@ -28,7 +28,7 @@ from lohan_fx.depth import Repetition, cut, repetitions
 from lohan_fx.errors import CaptureError, InsufficientMemoryError, LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.models import NamedModel, family_of, named
-from lohan_fx.plan import SCHEDULES, Schedule
+from lohan_fx.plan import Schedule
 from lohan_fx.planned import Planned, Search, SearchKind, Trial, hardware
 from lohan_fx.planners import Planner, PlannerOptions, get, make_plan
 from lohan_fx.replicate import NotRepeatedError, extrapolate
@@ -103,8 +103,6 @@ def plan(
     """
     if search not in (None, "max-batch", "max-model"):
         raise LohanError(f"search={search!r}: use 'max-batch' or 'max-model'")
-    if schedule not in ("auto", *SCHEDULES):
-        raise LohanError(f"schedule {schedule!r} is none of auto, {', '.join(SCHEDULES)}")
     get(strategy)
     hw = hardware(hw)
     request = _Request(

@@ -17,7 +17,7 @@ from lohan_fx.ablation import SLOW, Ablation, Row, ablate
 from lohan_fx.errors import HardwareError, LohanError, PlanError
 from lohan_fx.hardware import MemoryBudget
 from lohan_fx.planned import Planned
-from lohan_fx.planners import Choices, make_plan, names
+from lohan_fx.planners import Choices, get, make_plan, names
 from lohan_fx.planners.pareto import lower_bound
 from lohan_fx.plots import activation_peak_bytes, swap_curve
 from lohan_fx.simulate import simulate
@@ -345,7 +345,16 @@ def test_what_cannot_be_measured(here: lohan_fx.HardwareProfile) -> None:
 # -- bad input -------------------------------------------------------------------------------
 
 
+def test_one_strategy_needs_no_list() -> None:
+    assert [row.case.strategy for row in ablate(WORKLOAD, hw=HW, strategies="lohan").rows] == [
+        "lohan"
+    ]
+    assert len(ablate(WORKLOAD, hw=HW, strategies=get("lohan")).rows) == 1
+
+
 def test_bad_requests() -> None:
+    with pytest.raises(PlanError, match="states 'gpu' is none of auto"):
+        ablate(WORKLOAD, hw=HW, strategies="lohan", states="gpu")
     with pytest.raises(LohanError, match="hw= is missing"):
         ablate(WORKLOAD)
     with pytest.raises(PlanError, match="no strategy is named"):

@@ -95,6 +95,19 @@ def test_presets_are_listed_by_name() -> None:
     result = run("presets")
     assert result.exit_code == 0
     assert all(name in result.stdout for name in HardwareProfile.preset_names())
+    assert "any number from 1 to 12: rtx4090-3xp5510" in result.stdout
+
+
+def test_python_m_is_the_command_line() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "lohan_fx", "--version"], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.startswith("lohan_fx ")
+
+
+def test_the_package_lists_what_it_imports_on_first_use() -> None:
+    assert set(lohan_fx.__all__) <= set(dir(lohan_fx))
+    assert "    compile" in str(lohan_fx.__doc__)
 
 
 def test_report_of_a_plan(plan_file: Path) -> None:
@@ -122,7 +135,7 @@ def test_report_of_a_bad_file_is_one_message(tmp_path: Path, text: str, message:
 
 
 def test_report_of_a_missing_file_is_one_message(tmp_path: Path) -> None:
-    assert "No such file" in failed(run("report", tmp_path / "none.json"))
+    assert "none.json does not exist" in failed(run("report", tmp_path / "none.json"))
 
 
 def test_a_bad_field_is_named_with_its_file(tmp_path: Path) -> None:

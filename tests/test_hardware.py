@@ -290,6 +290,8 @@ def test_the_whole_hardware_may_be_asked_for() -> None:
         ({"gpu": "1GiB"}, "unknown memory tier 'gpu': use device, host, ssd"),
         ({"device": "lots"}, r"memory\['device'\]: 'lots' is no size"),
         ({"device": 0}, r"memory\['device'\] is 0"),
+        ({"device": " 3 "}, r"memory\['device'\]: ' 3 ' has no unit; did you mean '3GiB'"),
+        ({"host": "1048575"}, r"memory\['host'\]: '1048575' has no unit"),
         ({"device": "25GiB"}, r"memory\['device'\]: need 25.00 GiB, have 24.00 GiB: ask for less"),
         ({"host": "101GiB"}, r"memory\['host'\]: need 101.00 GiB, have 100.00 GiB"),
         ({"ssd": "4TB"}, r"memory\['ssd'\]: need .* have 2793.97 GiB"),
@@ -307,6 +309,8 @@ def test_on_a_cpu_device_and_host_share_one_memory() -> None:
     assert MemoryBudget.from_request(hw, {"host": 1500}).device_bytes == 460
     with pytest.raises(HardwareError, match=r"device.*have 499 B .*share one memory on a CPU"):
         MemoryBudget.from_request(hw, {"device": 500, "host": 1501})
+    with pytest.raises(HardwareError, match=r"memory\['host'\]: need 3072.00 GiB, have 1500 B"):
+        MemoryBudget.from_request(hw, {"device": 500, "host": "3TiB"})
     with pytest.raises(HardwareError, match=r"have 1000 B: ask"):
         MemoryBudget.from_request(hw.replace(device_kind="cuda"), {"device": 1500})
 

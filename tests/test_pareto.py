@@ -349,9 +349,9 @@ def test_late_regions_make_again_what_earlier_ones_had() -> None:
     assert late.least_seconds == pytest.approx(3 * one)
     last = workload.op_index["f2.b"]
     assert ("y1", last) in late.earlier()
-    late.anchors["y1"] = last
+    late.anchors = late.moved("y1", last)
     assert late.seconds == pytest.approx(4 * one)
-    late.anchors["y0"] = last
+    late.anchors = late.moved("y0", last)
     assert late.seconds == pytest.approx(late.least_seconds)
     assert late.earlier() == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -325,14 +326,72 @@ def test_a_broken_plan_file_is_a_plan_error(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan.save(path)
     path.write_text(path.read_text()[:-40])
-    with pytest.raises(PlanError, match="is no plan"):
+    with pytest.raises(PlanError, match="is no JSON file"):
         Plan.load(path)
     path.write_text("[]")
     with pytest.raises(PlanError, match="holds a list"):
         Plan.load(path)
 
 
+def test_a_plan_prints_as_a_summary() -> None:
+    plan = make_plan("lohan", mlp_workload(), HW, budget(), PlannerOptions(states="host"))
+    text = str(dataclasses.replace(plan, notes=("so it is",)))
+    lines = text.splitlines()
+    assert lines[0] == f"lohan plan for {plan.workload}, schedule {plan.schedule}"
+    assert f"{plan.count('keep')} keep" in lines[1]
+    assert lines[2] == f"units: {len(plan.units)} host"
+    assert "device peak" in lines[3]
+    assert lines[-1] == "note: so it is"
+    assert repr(plan).startswith("Plan(strategy='lohan'")
+
+
+def test_unknown_options_are_refused() -> None:
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"states": "gpu"}, "states 'gpu' is none of auto, device, host, ssd"),
+        ({"swap_to": "disk"}, "swap_to 'disk' is none of auto, host, ssd"),
+        ({"schedule": "fast"}, "schedule 'fast' is none of auto, serial"),
+        ({"fixed_units": {"u": "gpu"}}, r"fixed_units\['u'\] 'gpu' is none of device"),
+    ]
+    for options, message in bad:
+        with pytest.raises(PlanError, match=message):
+            PlannerOptions(**options)
+
+
+def test_choices_that_make_no_sense_are_refused() -> None:
+    w = mlp_workload()
+    good: dict[str, Any] = {
+        "actions": dict.fromkeys(w.residuals, "swap"),
+        "unit_tiers": dict.fromkeys(w.unit_by_name, "host"),
+    }
+    v, unit = w.residuals[0], w.units[0]
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"actions": {**good["actions"], v: "offload"}}, f"{v}.* is 'offload': use keep, swap"),
+        ({"unit_tiers": {**good["unit_tiers"], unit.name: "gpu"}}, "is 'gpu': use device, host"),
+        ({"unit_tiers": {u: "host" for u in w.units}}, "unit_tiers has a Unit as a key"),
+        ({"swap_tiers": {v: "device"}}, "is 'device': use host, ssd"),
+        ({"modes": {unit.name: "read"}}, "is 'read': use fetch"),
+        ({"actions": {}}, f"actions lacks {len(w.residuals)} of"),
+        ({"actions": {**good["actions"], "odd": "keep"}}, r"does not have: \['odd'\]"),
+    ]
+    for change, message in bad:
+        with pytest.raises(PlanError, match=message):
+            make_plan(lambda *_, c=change: Choices(**{**good, **c}), w, HW, budget())
+
+
+def test_what_does_not_fit_is_not_advised_again() -> None:
+    for strategy in ("pareto", "swap-all"):
+        with pytest.raises(InsufficientMemoryError) as error:
+            make_plan(strategy, gpt_workload(), HW, budget(device=1000))
+        advice = str(error.value).splitlines()[-1]
+        assert ("try strategy='pareto'" in advice) == (strategy != "pareto")
+        assert "swap-all" not in advice
+
+
 def test_unknown_strategy_names_the_nearest() -> None:
+    with pytest.raises(PlanError, match=r"'PARETO'; did you mean 'pareto'\? Known: "):
+        get("PARETO")
+    with pytest.raises(PlanError, match=r"named 'xyzzy'\. Known: "):
+        get("xyzzy")
     with pytest.raises(PlanError, match=r"did you mean 'lohan'.*keep-all"):
         get("lohen")
     assert set(STRATEGIES) <= set(names())

@@ -216,7 +216,8 @@ def _first_gradient_s(setting: Setting, plan: ForwardPlan) -> float:
         for u in w.units
         if u.trainable and _moves(setting, u.name)
     ]
-    return plan.total_s + _seconds(w, range(n, min(made, default=n) + 1))
+    first = min(made, default=n)
+    return plan.total_s + _seconds(w, range(n, min(first + 1, len(w.ops))))
 
 
 def keep_everything(setting: Setting) -> Activations:

@@ -6,7 +6,8 @@ named, so that a linear program (`model`, solved by `simplex`: no solver is need
 any depth. Its optimum is a lower bound on the simulated step of every plan that the options
 allow. Its solution, rounded to whole copies and improved as an integer program (`trial`), is
 completed by `finish` with exact memory, a few times with more or less memory left to copies in
-flight; then the simulator decides. With few residuals and units the search is exhaustive.
+flight; then the simulator decides. With few residuals and units the search is exhaustive. In
+small workloads regions need not be blocks (`regions.LateRegions`).
 
 All other strategies are candidates too, and so are this strategy's plans for the rungs of a fixed
 ladder of smaller budgets: the result is never slower than any of theirs. Nothing here knows torch
@@ -353,12 +354,10 @@ class _Search:
         made = None
         moves = late.earlier()
         while moves:
-            v, at = moves.pop(0)
-            own = late.anchors[v]
-            late.anchors[v] = at
+            before, late.anchors = late.anchors, late.moved(*moves.pop(0))
             trial = self.late_draft(assignment, late)
             if trial is None:
-                late.anchors[v] = own
+                late.anchors = before
             else:
                 made, moves = trial, late.earlier()
         return made

@@ -3,7 +3,8 @@
 A region makes all its members at once, before the first backward op that reads one of them; a
 block as one region therefore holds the activations of the whole block. Residuals that are saved
 cut a block: what is computed from the input of the feed-forward part need not be there
-while the attention part is differentiated, and the other way round.
+while the attention part is differentiated, and the other way round. `LateRegions` are for
+workloads that are small enough to try which residuals share one, across blocks too.
 """
 
 from __future__ import annotations
@@ -103,6 +104,14 @@ class LateRegions:
     def _seconds(self, run: Iterable[int]) -> float:
         return sum(self.workload.ops[i].seconds for i in run)
 
+    def moved(self, value: str, at: int) -> dict[str, int]:
+        """The places with one residual in an earlier region; what it leaves may move back."""
+        anchors = {**self.anchors, value: at}
+        first = dict.fromkeys(anchors.values(), len(self.workload.ops))
+        for v, place in anchors.items():
+            first[place] = min(first[place], self.workload.first_backward_use(v))
+        return {v: first[place] for v, place in anchors.items()}
+
     def _runs(self, anchors: Mapping[str, int]) -> dict[int, tuple[int, ...]]:
         """Region's place → the ops that it runs."""
         members: dict[int, list[str]] = defaultdict(list)
@@ -122,8 +131,8 @@ class LateRegions:
             for at, run in runs.items():
                 if at >= own or not set(run) & set(runs[own]):
                     continue
-                moved = self._runs({**self.anchors, v: at})
-                saved = now - sum(self._seconds(r) for r in moved.values())
+                moved = self._runs(self.moved(v, at)).values()
+                saved = now - sum(self._seconds(r) for r in moved)
                 if saved > 0:
                     found.append((-saved / max(1, w.values[v].num_bytes), at, v))
         return [(v, at) for _, at, v in sorted(found)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 from lohan_fx.cost_model import CostOptions
 from lohan_fx.errors import PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import Plan, Schedule, Tier
+from lohan_fx.plan import SCHEDULES, TIERS, Plan, Schedule, Tier
 from lohan_fx.workload import Workload
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ class PlannerOptions:
         fixed_units: unit → tier for units that must stay where they are (a second program
             of the same model); takes precedence over `states`.
         cost: which extensions of the cost model count.
+
+    Raises:
+        PlanError: a tier or a schedule that there is not.
     """
 
     states: Literal["auto", "device", "host", "ssd"] = "auto"
@@ -36,6 +39,20 @@ class PlannerOptions:
     schedule: Schedule | Literal["auto"] = "auto"
     fixed_units: Mapping[str, Tier] | None = None
     cost: CostOptions = field(default_factory=CostOptions)
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "states": ("auto", *TIERS),
+            "swap_to": ("auto", "host", "ssd"),
+            "schedule": ("auto", *SCHEDULES),
+        }
+        for name, values in allowed.items():
+            value = getattr(self, name)
+            if value not in values:
+                raise PlanError(f"{name} {value!r} is none of {', '.join(values)}")
+        for unit, tier in (self.fixed_units or {}).items():
+            if tier not in TIERS:
+                raise PlanError(f"fixed_units[{unit!r}] {tier!r} is none of {', '.join(TIERS)}")
 
     @property
     def update_schedule(self) -> Schedule:
@@ -93,6 +110,6 @@ def get(strategy: str | Planner) -> Planner:
         raise PlanError(f"a strategy is a name or a callable, not {type(strategy).__name__}")
     if strategy in _PLANNERS:
         return _PLANNERS[strategy]
-    near = difflib.get_close_matches(strategy, names(), n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = difflib.get_close_matches(strategy.lower(), names(), n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     raise PlanError(f"no strategy is named {strategy!r}{hint} Known: {', '.join(names())}")

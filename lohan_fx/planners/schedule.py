@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from lohan_fx.errors import InsufficientMemoryError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import Action, FetchWindow, Plan, ResidualPlan, Tier, UnitPlan
+from lohan_fx.plan import TIERS, Action, FetchWindow, Plan, ResidualPlan, Tier, UnitPlan
 from lohan_fx.planners.lanes import Load
 from lohan_fx.planners.overlap import extend
 from lohan_fx.planners.prediction import predict
@@ -109,6 +109,28 @@ def _free(workload: Workload, value: str) -> bool:
     return v.is_output or v.kind in MODEL_INPUT_KINDS
 
 
+def _check(
+    what: str,
+    given: Mapping[str, Any],
+    known: set[str],
+    allowed: Sequence[str],
+    *,
+    all_of_them: bool = True,
+) -> None:
+    """Refuse a field of `Choices` whose keys are not those of the workload, or a value that is
+    not allowed."""
+    for key, value in given.items():
+        if not isinstance(key, str):
+            raise PlanError(f"choices.{what} has a {type(key).__name__} as a key: use its name")
+        if value not in allowed:
+            raise PlanError(f"choices.{what}[{key!r}] is {value!r}: use {', '.join(allowed)}")
+    unknown, missing = sorted(given.keys() - known), sorted(known - given.keys())
+    if unknown:
+        raise PlanError(f"choices.{what} names what the workload does not have: {unknown[:5]}")
+    if missing and all_of_them:
+        raise PlanError(f"choices.{what} lacks {len(missing)} of {len(known)}: {missing[:5]}")
+
+
 def settle(
     workload: Workload, actions: Mapping[str, Action], *, keep_tiny: bool = True
 ) -> dict[str, Action]:
@@ -117,11 +139,10 @@ def settle(
     A residual that was to be recomputed but must be saved is swapped.
 
     Raises:
-        PlanError: a residual of the workload is missing, or an unknown one is named.
+        PlanError: a residual of the workload is missing, an unknown one is named, or an action is
+            none.
     """
-    odd = set(actions) ^ set(workload.residuals)
-    if odd:
-        raise PlanError(f"choices and workload disagree on residuals {sorted(odd)[:5]}")
+    _check("actions", actions, set(workload.residuals), get_args(Action))
     tiny = tiny_residuals(workload) if keep_tiny else frozenset()
     saved = must_save(workload)
     settled: dict[str, Action] = {}
@@ -244,9 +265,10 @@ def draft(
         PlanError: the choices do not match the workload.
         InsufficientMemoryError: the host or SSD budget is too small for these choices.
     """
-    odd = set(choices.unit_tiers) ^ set(workload.unit_by_name)
-    if odd:
-        raise PlanError(f"choices and workload disagree on units {sorted(odd)[:5]}")
+    units, residuals = set(workload.unit_by_name), set(workload.residuals)
+    _check("unit_tiers", choices.unit_tiers, units, TIERS)
+    _check("modes", choices.modes, units, get_args(UnitMode), all_of_them=False)
+    _check("swap_tiers", choices.swap_tiers or {}, residuals, ("host", "ssd"), all_of_them=False)
     unit_tiers = {**choices.unit_tiers, **(options.fixed_units or {})}
     actions = settle(workload, choices.actions, keep_tiny=keep_tiny)
     swapped = [v for v, action in actions.items() if action == "swap"]
@@ -313,8 +335,8 @@ def device_error(memory: Residency, budget: MemoryBudget, strategy: str) -> Insu
         budget.device_bytes,
         where=f"{memory.peak_name}, strategy {strategy!r}",
         at_peak=at_peak,
-        advice="Give the plan more device memory or a smaller batch; swapping everything "
-        "(strategy 'swap-all', states='host') has the smallest peak of all strategies.",
+        advice="Give the plan more device memory or a smaller batch"
+        + (", or try strategy='pareto'." if strategy != "pareto" else "."),
     )
 
 

@@ -665,10 +665,18 @@ class UnitOptimizer:
         on_cuda = masters[0].device.type == "cuda"
         if on_cuda and any(copy is None for copy in copies):
             return False
-        kernel: adam.AdamKernel | adam_cuda.CudaAdamKernel | None
-        kernel = adam_cuda.kernel() if on_cuda else adam.kernel()
-        if kernel is None or masters[0].device.type not in ("cpu", "cuda"):
+        if masters[0].device.type not in ("cpu", "cuda"):
             return False
+        rehearsal = any(isinstance(master, FakeTensor) for master in masters)  # see `scratch`
+        kernel: adam.AdamKernel | adam_cuda.CudaAdamKernel | None
+        if on_cuda and rehearsal:
+            if not adam_cuda.expected():
+                return False
+            kernel = None
+        else:
+            kernel = adam_cuda.kernel() if on_cuda else adam.kernel()
+            if kernel is None:
+                return False
         updates: list[adam.Update] = []
         steps: dict[int, Tensor] = {}
         for i, (master, grad, copy) in enumerate(zip(masters, grads, copies, strict=True)):
@@ -676,7 +684,8 @@ class UnitOptimizer:
                 continue
             values = settings[self._places[i][0]]
             scalars = self._scalars[i]
-            steps[i] = scalars["step"] + 1 if scalars else torch.ones((), dtype=torch.float32)
+            if not rehearsal:
+                steps[i] = scalars["step"] + 1 if scalars else torch.ones((), dtype=torch.float32)
             beta1, beta2 = values["betas"]
             amsgrad = bool(values["amsgrad"])
             try:
@@ -692,7 +701,7 @@ class UnitOptimizer:
                     beta2=float(beta2),
                     eps=float(values["eps"]),
                     weight_decay=float(values["weight_decay"]),
-                    step=float(steps[i]),
+                    step=float(steps.get(i, 1.0)),
                     decoupled=_decouples(self._optimizer, values),
                     maximize=bool(values["maximize"]),
                 )
@@ -706,8 +715,8 @@ class UnitOptimizer:
             if not mixed and grad.dtype != master.dtype:  # `_update` refuses it
                 return False
             updates.append(update)
-        if any(isinstance(master, FakeTensor) for master in masters):
-            return True  # a rehearsal (`scratch`): the kernel allocates nothing
+        if rehearsal or kernel is None:
+            return True  # the kernel allocates nothing
         for i in steps:
             if self._scalars[i] is None:
                 for name in self._planned[i].tensors:

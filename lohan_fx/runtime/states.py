@@ -135,6 +135,20 @@ class UnitStates:
         return Flats(compute=compute, master=master, moments=moments)
 
 
+def _take_states(states: UnitStates, optimizer: torch.optim.Optimizer) -> None:
+    """Move what the optimizer keeps for a unit into the unit's flats."""
+    if states.optimizer is None or states.flats is None:
+        return
+    initial = pull_initial_state(optimizer, states.parameters)
+    for name, flat in states.flats.moments.items():
+        views = views_of(flat, states.layout.slices)
+        for view, tensors in zip(views, initial.tensors, strict=True):
+            if name in tensors:
+                view.copy_(tensors[name])
+    states.optimizer.load_scalar_state(initial.scalars)
+    release_state(optimizer, states.parameters)
+
+
 def _is_written(states: UnitStates) -> bool:
     """Whether user code wrote through a parameter of the unit."""
     return [version_of(p) for p in states.parameters] != states.versions
@@ -218,16 +232,8 @@ class ModelStates:
             for target in {id(f): f for f in (flats.compute, flats.master)}.values():
                 for view, p in zip(views_of(target, layout.slices), states.parameters, strict=True):
                     view.copy_(p.detach())
-            if states.optimizer is not None and optimizer is not None:
-                initial = pull_initial_state(optimizer, states.parameters)
-                for name, flat in flats.moments.items():
-                    for view, tensors in zip(
-                        views_of(flat, layout.slices), initial.tensors, strict=True
-                    ):
-                        if name in tensors:
-                            view.copy_(tensors[name])
-                states.optimizer.load_scalar_state(initial.scalars)
-                release_state(optimizer, states.parameters)
+            if optimizer is not None:
+                _take_states(states, optimizer)
         dtype = states.parameters[0].dtype
         states.visible = next((f for f in (flats.master, flats.compute) if f.dtype == dtype), None)
         self._expose(states)
@@ -294,6 +300,18 @@ class ModelStates:
             states.direct = on_device(states.flats.compute, self.device)
         return states.direct
 
+    def take_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over states that the optimizer has loaded."""
+        with torch.no_grad():
+            for states in self.units:
+                _take_states(states, optimizer)
+        self.flush()
+
+    def release(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take back what `give_back` gave."""
+        for states in self.units:
+            release_state(optimizer, states.parameters)
+
     def give_back(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the optimizer have its states, as views of where they are."""
         for states in self.units:
@@ -306,7 +324,8 @@ class ModelStates:
             ):
                 if scalars is not None:
                     entry = {name: torch.tensor(value) for name, value in scalars.items()}
-                    entry.update({n: moments[n][i] for n in states.optimizer.state_names(i)})
+                    names = states.optimizer.state_names(i)
+                    entry.update({name: _alone(moments[name][i]) for name in names})
                     optimizer.state[p] = entry
 
     def resident_views(self) -> dict[str, Tensor]:

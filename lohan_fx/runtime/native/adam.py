@@ -201,6 +201,9 @@ def kernel() -> AdamKernel | None:
         return None
 
 
+os.register_at_fork(after_in_child=kernel.cache_clear)  # threads stay behind
+
+
 def library() -> Path:
     """Build the library unless this machine has it; return its path.
 

@@ -60,10 +60,15 @@ class CudaAdamKernel:
                 )
 
 
+def expected() -> bool:
+    """Whether `kernel` should have one; runs nothing."""
+    return importlib.util.find_spec("triton") is not None
+
+
 @functools.cache
 def kernel() -> CudaAdamKernel | None:
     """The process's kernel; None where there is no Triton, or it cannot compile."""
-    if importlib.util.find_spec("triton") is None:
+    if not expected():
         logger.info("no Triton: torch's kernels update resident units")
         return None
     try:

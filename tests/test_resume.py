@@ -1,0 +1,142 @@
+"""Stop and resume: states in torch.optim's own layout, in and out of a compiled model."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lohan_fx
+from lohan_fx.errors import LohanError, StepError
+from lohan_fx.planners import names
+from tests.training import cpu_hardware
+
+BUDGET = {"device": "3MiB", "host": "64MiB", "ssd": "64MiB"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(nn.functional.gelu(self.up(x)))
+        return x + y
+
+
+def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+
+
+def compiled(tmp_path: Path, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model, optimizer = make()
+    hw = cpu_hardware(tmp_path)
+    made = lohan_fx.compile(model, hw=hw, optimizer=optimizer, memory=BUDGET, **options)
+    return made, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    x = torch.linspace(-1, 1, 64 * 64).view(64, 64)
+    losses = []
+    for _ in range(steps):
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    assert len(file.getvalue()) < 2**21, "each tensor has a storage of its own"
+    file.seek(0)
+    return torch.load(file)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("schedule", ["serial", "optimized", "overlapped"])
+@pytest.mark.parametrize("states", ["device", "host", "ssd"])
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_a_resumed_run_is_the_same_run(
+    states: Any, schedule: Any, dtype: Any, tmp_path: Path
+) -> None:
+    """Also onto another tier and strategy, into a model that has run, and into plain PyTorch."""
+    model, optimizer = compiled(
+        tmp_path, strategy="recompute-all", states=states, schedule=schedule, dtype=dtype
+    )
+    train(model, optimizer, 2)
+    weights, state = saved(model, optimizer)
+    assert not optimizer.state, "the states are lent for the time of state_dict() only"
+    assert len(state["state"]) == len(list(model.parameters()))
+    rest = train(model, optimizer, 2)
+    model.lohan.close()
+    other, its = compiled(tmp_path, strategy="swap-all", states="host", dtype=dtype)
+    train(other, its, 1)
+    other.load_state_dict(weights)
+    its.load_state_dict(copy.deepcopy(state))
+    assert train(other, its, 2) == rest
+    other.lohan.close()
+    if dtype is None:
+        plain, its = make()
+        plain.load_state_dict(weights)
+        its.load_state_dict(state)
+        assert train(plain, its, 2) == rest
+
+
+def test_a_plain_run_goes_on_compiled(tmp_path: Path) -> None:
+    plain, its = make()
+    train(plain, its, 2)
+    weights, state = saved(plain, its)
+    rest = train(plain, its, 2)
+    model, optimizer = compiled(tmp_path)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert train(model, optimizer, 2) == rest
+    model.lohan.close()
+
+
+@pytest.mark.parametrize("strategy", names())
+def test_evaluation_between_steps(strategy: str, tmp_path: Path) -> None:
+    """A program without backward, whose units stay where training put them."""
+    plain, its = make()
+    model, optimizer = compiled(tmp_path, strategy=strategy)
+    x = torch.linspace(0, 1, 64 * 64).view(64, 64)
+    for _ in range(2):
+        assert train(plain, its, 1) == train(model, optimizer, 1)
+        with torch.no_grad():
+            assert torch.equal(model.eval()(x), plain.eval()(x))
+        model.train()
+        plain.train()
+    model.lohan.close()
+
+
+def test_replaced_layers_and_foreign_optimizers_are_refused(tmp_path: Path) -> None:
+    model, optimizer = compiled(tmp_path)
+    train(model, optimizer, 1)
+    model[1] = Block()
+    with pytest.raises(StepError, match=r"1\.up\.weight is another tensor .*close\(\)"):
+        train(model, optimizer, 1)
+    model.lohan.close()
+    _, foreign = make()
+    with pytest.raises(LohanError, match="no parameter of the Sequential is in the optimizer"):
+        lohan_fx.compile(make()[0], hw=cpu_hardware(tmp_path), optimizer=foreign)
+
+
+def test_writes_beside_running_updates_are_refused(tmp_path: Path) -> None:
+    model, optimizer = compiled(tmp_path, schedule="overlapped", states="host")
+    train(model, optimizer, 1)
+    with torch.no_grad():
+        next(iter(optimizer.param_groups[0]["params"])).zero_()
+    with pytest.raises(StepError, match=r"written while updates .*sync"):
+        train(model, optimizer, 1)
+    model.lohan.sync()
+    train(model, optimizer, 1)
+    model.lohan.close()
