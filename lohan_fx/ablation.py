@@ -379,6 +379,9 @@ def ablate(
     chosen = [strategies] if isinstance(strategies, str) or callable(strategies) else [*strategies]
     for strategy in chosen:
         get(strategy)
+    axes = [_several(states), _several(swap_to), _several(schedule)]
+    for where, to, how in itertools.product(*axes):
+        PlannerOptions(states=where, swap_to=to, schedule=how)  # refused before minutes of work
     given = _Given(model, inputs, hw, sequence, optimizer, dtype, outputs, full_trace).start()
     budgets = _budgets(given.hw, memory, given.budget)
     runner = None
@@ -391,9 +394,7 @@ def ablate(
     several: tuple[Iterable[Any], ...] = (
         _several(batch),
         budgets,
-        _several(states),
-        _several(swap_to),
-        _several(schedule),
+        *axes,
         chosen,
     )
     for size, (label, budget), where, to, how, strategy in itertools.product(*several):

@@ -354,7 +354,7 @@ def test_one_strategy_needs_no_list() -> None:
 
 def test_bad_requests() -> None:
     with pytest.raises(PlanError, match="states 'gpu' is none of auto"):
-        ablate(WORKLOAD, hw=HW, strategies="lohan", states="gpu")
+        ablate(WORKLOAD, hw=HW, strategies="lohan", states=["host", "gpu"])
     with pytest.raises(LohanError, match="hw= is missing"):
         ablate(WORKLOAD)
     with pytest.raises(PlanError, match="no strategy is named"):

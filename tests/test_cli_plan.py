@@ -204,8 +204,7 @@ def test_ablate_measures(tmp_path: Path) -> None:
         *("--measure", "--steps", "1"),
     )
     assert "measured on this machine" in text
-    for word in ("error", "of ops", "timed"):  # a heading, on as many lines as it takes
-        assert word in text
+    assert "error of" in text
 
 
 def test_models_of_ones_own(hw: Path, tmp_path: Path) -> None:

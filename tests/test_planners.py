@@ -17,7 +17,16 @@ from lohan_fx.errors import InsufficientMemoryError, PlanError
 from lohan_fx.footprint import host_breakdown, host_bytes_needed, ssd_bytes_needed
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import SCHEDULES, Action, Plan
-from lohan_fx.planners import Choices, PlannerOptions, finish, get, make_plan, names, register
+from lohan_fx.planners import (
+    Choices,
+    PlannerOptions,
+    finish,
+    get,
+    make_plan,
+    names,
+    register,
+    registry,
+)
 from lohan_fx.planners.lohan import Lohan
 from lohan_fx.planners.random_policy import RandomPolicy
 from lohan_fx.planners.schedule import draft, must_save, tiny_residuals
@@ -367,7 +376,7 @@ def test_choices_that_make_no_sense_are_refused() -> None:
     bad: list[tuple[dict[str, Any], str]] = [
         ({"actions": {**good["actions"], v: "offload"}}, f"{v}.* is 'offload': use keep, swap"),
         ({"unit_tiers": {**good["unit_tiers"], unit.name: "gpu"}}, "is 'gpu': use device, host"),
-        ({"unit_tiers": {u: "host" for u in w.units}}, "unit_tiers has a Unit as a key"),
+        ({"unit_tiers": dict.fromkeys(w.units, "host")}, "unit_tiers has a Unit as a key"),
         ({"swap_tiers": {v: "device"}}, "is 'device': use host, ssd"),
         ({"modes": {unit.name: "read"}}, "is 'read': use fetch"),
         ({"actions": {}}, f"actions lacks {len(w.residuals)} of"),
@@ -376,6 +385,17 @@ def test_choices_that_make_no_sense_are_refused() -> None:
     for change, message in bad:
         with pytest.raises(PlanError, match=message):
             make_plan(lambda *_, c=change: Choices(**{**good, **c}), w, HW, budget())
+
+
+def test_the_strategy_of_the_documentation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_PLANNERS", dict(registry._PLANNERS))
+    text = (Path(__file__).parents[1] / "docs" / "planners.md").read_text(encoding="utf-8")
+    code = text.partition("```python\n")[2].partition("\nprint(")[0]
+    exec(code, {})
+    workload = mlp_workload()
+    plan = make_plan("swap-large", workload, HW, budget())
+    assert plan.strategy == "swap-large"
+    assert {unit.tier for unit in plan.units.values()} == {"host"}
 
 
 def test_what_does_not_fit_is_not_advised_again() -> None:
@@ -422,7 +442,7 @@ def test_incomplete_choices_are_refused() -> None:
         Choices(actions={}, unit_tiers=tiers),
         Choices(actions=dict.fromkeys(workload.residuals, "keep"), unit_tiers={}),
     ):
-        with pytest.raises(PlanError, match="disagree"):
+        with pytest.raises(PlanError, match="lacks"):
             finish(workload, HW, budget(), PlannerOptions(), choices, "x")
 
 

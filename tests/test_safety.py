@@ -331,7 +331,9 @@ def test_shapes_that_change(
         found = step("mlp", run.model, inputs, seed, run.training.step)
         assert_identical(found, wanted)
         assert len(run.model.lohan.programs) <= 3
-        now = (threading.active_count(), psutil.Process().num_fds())
+        # threads for I/O are made as transfers meet
+        running = [t for t in threading.enumerate() if "lohan_fx-io" not in t.name]
+        now = (len(running), psutil.Process().num_fds())
         threads = threads or now
         assert now[0] == threads[0]
         assert now[1] <= threads[1] + 1

@@ -333,8 +333,14 @@ class Updater:
                 buffer = self._ring.try_acquire()
                 if buffer is None:
                     return
-                states = self._order.popleft()
-                self._reads[states.index] = (buffer, self._submit_read(states, buffer))
+                states = self._order[0]
+                try:
+                    read = self._submit_read(states, buffer)
+                except BaseException:
+                    self._ring.release(buffer)
+                    raise
+                self._order.popleft()
+                self._reads[states.index] = (buffer, read)
 
     def _read_states(self, states: UnitStates) -> Tensor:
         with self._lock:
@@ -378,7 +384,8 @@ class Updater:
             elif fresh is not None:
                 fresh.finish()
             if self.schedule in PIPELINED:
-                self._read_ahead()
+                with suppress(RuntimeError):  # the process ends: nothing is read any more
+                    self._read_ahead()
 
         write.add_done_callback(ended)
         if self.schedule in PIPELINED:
