@@ -63,6 +63,7 @@ BASELINES: dict[str, Callable[[Case], baselines.Step]] = {
 
 
 def run_baseline(name: str, case: Case, data: list[Batch]) -> dict[str, Any]:
+    baselines.free()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     start = time.perf_counter()
     step = BASELINES[name](case)
