@@ -26,7 +26,7 @@ from lohan_fx.errors import InsufficientMemoryError, LohanError, PlanError, form
 from lohan_fx.footprint import host_bytes_needed, ssd_bytes_needed
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan
-from lohan_fx.planners import registry
+from lohan_fx.planners import registry, resident
 from lohan_fx.planners.assign import Assignment, Improver, assignment_of, choices_of
 from lohan_fx.planners.effort import Effort
 from lohan_fx.planners.evaluate import step_seconds
@@ -379,9 +379,13 @@ class _Search:
             return
         args = (self.workload, self.hw, self.budget, self.options)
         states = sum(u.compute_bytes + u.state_bytes for u in self.workload.units)
-        resident = states <= self.budget.device_bytes
+        all_fit = states <= self.budget.device_bytes
         for name in candidates():
-            if not resident and _wants_all_resident(name, self.options):
+            if name == resident.NAME and not resident.may_help(
+                self.workload, self.budget, self.options
+            ):
+                continue  # it would plan what "lohan" plans
+            if not all_fit and _wants_all_resident(name, self.options):
                 continue  # it cannot fit, and large models take seconds to find that out
             try:
                 found = registry.get(name)(*args)

@@ -26,6 +26,9 @@ from lohan_fx.workload import Workload
 
 NAME = "lohan-resident"
 
+_MIN_SHARE = 0.02
+"""With less of the parameters resident, updates are what they were, and no count is tried."""
+
 
 @dataclass
 class _Counts:
@@ -69,7 +72,7 @@ def plan_resident(
     """
     order = _last_gradients_first(workload, options)
     counts = _Counts(workload, hw, budget, options, order)
-    low, high = 0, _most(workload, budget, order)
+    low, high = 0, _most(workload, budget, order) if may_help(workload, budget, options) else 0
     best = min((low, high), key=counts.seconds)
     while high - low > 1:  # like bisection: around the best of three inner points
         inner = sorted({low + (high - low) * k // 4 for k in (1, 2, 3)} - {low, high})
@@ -85,6 +88,14 @@ def plan_resident(
         raise min(counts.errors, key=lambda e: e.need_bytes)
     note = f"{best} of {len(workload.units)} units are resident: those whose gradients come last"
     return replace(made[1], notes=(note, *made[1].notes))
+
+
+def may_help(workload: Workload, budget: MemoryBudget, options: PlannerOptions) -> bool:
+    """Whether units that could be resident hold enough of the parameters to be worth a search."""
+    order = _last_gradients_first(workload, options)
+    names = order[: _most(workload, budget, order)]
+    resident = sum(workload.unit_by_name[name].num_params for name in names)
+    return resident >= _MIN_SHARE * workload.num_params
 
 
 def _most(workload: Workload, budget: MemoryBudget, order: Sequence[str]) -> int:
