@@ -197,6 +197,9 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """One of the two runs, in this process."""
     import torch._dynamo  # both runs: its import is no part of either's memory
 
+    # How many threads share a sum must not depend on the machine's load (MKL decides by it): the
+    # two runs would round differently.
+    torch.set_num_threads(1)
     memory = Memory()
     memory.reset()
     model = build(args)

@@ -14,7 +14,7 @@ from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES
 from lohan_fx.compiled import CompiledModel, Options
 from lohan_fx.errors import HardwareError, LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import SCHEDULES, Plan, Schedule
+from lohan_fx.plan import Plan, Schedule
 from lohan_fx.planned import hardware
 from lohan_fx.planners import Planner, PlannerOptions, get
 from lohan_fx.printing import ProgramModule
@@ -134,9 +134,8 @@ def compile(
         raise LohanError(
             "the model is compiled already: call model.lohan.close() before compiling it again"
         )
-    if schedule not in ("auto", *SCHEDULES):
-        raise LohanError(f"schedule {schedule!r} is none of auto, {', '.join(SCHEDULES)}")
     get(strategy)
+    planner = PlannerOptions(states=states, swap_to=swap_to, schedule=schedule)
     if isinstance(plan, (str, Path)):
         plan = Plan.load(plan)
     if fused not in (True, False, "auto"):
@@ -165,7 +164,7 @@ def compile(
             device=device,
             dtype=dtype,
             strategy=strategy,
-            planner=PlannerOptions(states=states, swap_to=swap_to, schedule=schedule),
+            planner=planner,
             outputs=outputs,
             fused=device.type == "cuda" if fused == "auto" else fused,
             plan=plan,

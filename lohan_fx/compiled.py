@@ -223,7 +223,9 @@ class CompiledModel:
                 optimizer.register_step_pre_hook(_Call(self, CompiledModel.finish_step)),
                 optimizer.register_state_dict_pre_hook(_Call(self, CompiledModel.lend_states)),
                 optimizer.register_state_dict_post_hook(_Call(self, CompiledModel.unlend_states)),
-                optimizer.register_load_state_dict_pre_hook(_Call(self, CompiledModel.sync)),
+                optimizer.register_load_state_dict_pre_hook(
+                    _Call(self, CompiledModel._check_ended)
+                ),
                 optimizer.register_load_state_dict_post_hook(
                     _Call(self, CompiledModel.take_states)
                 ),
@@ -638,8 +640,12 @@ class CompiledModel:
             updater.join()
 
     def lend_states(self) -> None:
-        """Let the optimizer have its states while it makes its state_dict()."""
-        self.sync()
+        """Let the optimizer have its states while it makes its state_dict().
+
+        Raises:
+            StepError: backward has begun a step that optimizer.step() has not ended.
+        """
+        self._check_ended()
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.give_back(self.optimizer)
 
@@ -647,6 +653,16 @@ class CompiledModel:
         """Take back what `lend_states` gave."""
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.release(self.optimizer)
+
+    def _check_ended(self) -> None:
+        """Finish the last step; refuse if it is under way: states are half updated then."""
+        updater = self.memory.updater if self.memory is not None else None
+        if updater is not None and updater.pending:
+            raise StepError(
+                "the optimizer's states are asked for between backward and optimizer.step(), while "
+                "units are being updated: call optimizer.step() first"
+            )
+        self.sync()
 
     def take_states(self) -> None:
         """Take over what the optimizer has just loaded."""

@@ -140,3 +140,28 @@ def test_writes_beside_running_updates_are_refused(tmp_path: Path) -> None:
     model.lohan.sync()
     train(model, optimizer, 1)
     model.lohan.close()
+
+
+@pytest.mark.parametrize("schedule", ["serial", "overlapped"])
+def test_states_in_the_middle_of_a_step_are_refused(schedule: Any, tmp_path: Path) -> None:
+    model, optimizer = compiled(tmp_path, schedule=schedule, states="host")
+    train(model, optimizer, 1)
+    state = optimizer.state_dict()
+    model(torch.ones(64, 64)).square().mean().backward()
+    for ask in (optimizer.state_dict, lambda: optimizer.load_state_dict(state)):
+        with pytest.raises(StepError, match=r"between backward and optimizer\.step\(\)"):
+            ask()
+    optimizer.step()
+    assert len(optimizer.state_dict()["state"]) == len(state["state"])
+    model.lohan.close()
+
+
+def test_a_step_without_backward_leaves_nothing_behind(tmp_path: Path) -> None:
+    model, optimizer = compiled(tmp_path, schedule="overlapped", states="host")
+    train(model, optimizer, 1)
+    model.lohan.sync()
+    optimizer.step()
+    with torch.no_grad():
+        next(iter(optimizer.param_groups[0]["params"])).zero_()
+    train(model, optimizer, 1)  # the write is taken over, not refused
+    model.lohan.close()

@@ -2,7 +2,7 @@
 
 A vocabulary of 50257 is no multiple of 8, and neither is a row of 50257 bfloat16 numbers one of 16
 bytes: products that read or write such a matrix run at a fraction of the speed (H100, 1024 x 2560 x
-50257: 107 instead of 400 to 600 TFLOPS). So forward's product is written into rows of a padded
+50257: 107 TFLOPS, and 380 with padded rows). So forward's product is written into rows of a padded
 stride, gradients that products read are padded by the op that makes them (`clusters` fuses the
 two), and the last odd rows and columns of a result are computed apart. Values stay what they are,
 to rounding.

@@ -14,7 +14,7 @@ from torch import fx
 
 from lohan_fx._compat import LazyGraphModule, OpOverload
 from lohan_fx.annotate import is_getitem, is_view, mark_blocks, mark_roots, tensors_of
-from lohan_fx.capture import Captured, is_random, op_name
+from lohan_fx.capture import Captured, is_repeatable, op_name
 from lohan_fx.fusion.align import align
 
 MAX_OPS = 24
@@ -116,7 +116,7 @@ def is_fusible(node: fx.Node, device: torch.device) -> bool:
     name = str(target.overloadpacket)
     if torch.Tag.pointwise not in target.tags and name not in _FUSIBLE:
         return False
-    if is_random(node) or target._schema.is_mutable:
+    if not is_repeatable(node):
         return False
     tensors = tensors_of(node.meta.get("val"))
     for source in node.all_input_nodes:

@@ -207,7 +207,7 @@ class Updater:
             as `join`.
         """
         if self.schedule == "overlapped":
-            self.behind = True
+            self.behind = self.behind or self.pending
         else:
             self.join()
         self.pending = False

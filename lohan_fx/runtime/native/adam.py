@@ -2,7 +2,7 @@
 
 `library` builds `adam.cpp` with the system's C++ compiler once a machine and loads it through
 ctypes, which lets go of the GIL for the whole call. Where there is no compiler the optimizer runs
-torch's own kernels, chunk by chunk, at about half the rate.
+torch's own kernels, chunk by chunk, at a third of the rate or less.
 """
 
 from __future__ import annotations
