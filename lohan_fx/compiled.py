@@ -44,6 +44,7 @@ from lohan_fx.planners.registry import Planner, PlannerOptions
 from lohan_fx.printing import ProgramModule
 from lohan_fx.program import Program, Residency, lower, residency
 from lohan_fx.runtime.arena import Arena, BufferRing, Layout, Region
+from lohan_fx.runtime.clipping import Clipping
 from lohan_fx.runtime.engine import Engine, Slot, SlotStore
 from lohan_fx.runtime.executor import Executor
 from lohan_fx.runtime.lanes import Counters, Lanes
@@ -83,6 +84,10 @@ class Options:
     plan: Plan | None = None
     loss_chunk_bytes: int = LOSS_CHUNK_BYTES
     gradients: Gradients = "consumed"
+    accumulate: int | Literal["manual"] = 1
+    clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    skip_nonfinite: bool = False
 
 
 @dataclass(kw_only=True)
@@ -211,7 +216,15 @@ class CompiledModel:
                 f"no parameter of the {type(model).__name__} is in the optimizer: construct "
                 f"{type(optimizer).__name__} from the parameters of the model that you compile"
             )
-        self._accumulation = Accumulation(kept=options.gradients == "kept")
+        self._accumulation = Accumulation(
+            kept=options.gradients == "kept",
+            limit=None if options.accumulate == "manual" else options.accumulate,
+        )
+        self._clipping = Clipping(
+            max_norm=options.clip_grad_norm,
+            max_value=options.clip_grad_value,
+            skip_nonfinite=options.skip_nonfinite,
+        )
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         self._state_layout = StateLayout(
             compute_dtype=options.dtype if optimizer is not None else None,
@@ -262,6 +275,36 @@ class CompiledModel:
     def counters(self) -> Counters:
         """Bytes moved since the model was compiled."""
         return self.memory.lanes.counters.copy() if self.memory is not None else Counters()
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping (`clip_grad_norm` and
+        `skip_nonfinite` need it; else None)."""
+        return self._clipping.grad_norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out because their gradients were not finite (`skip_nonfinite`)."""
+        return self._clipping.skipped_steps
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block are not the last of their step: they add to its gradients.
+
+        Raises:
+            StepError: how many backwards make a step is not for the loop to say.
+        """
+        accumulation = self._accumulation
+        if not accumulation.kept and accumulation.limit is not None:
+            raise StepError(
+                f"model.no_sync() with accumulate={accumulation.limit}, which counts backwards: "
+                "compile with accumulate='manual' to say it by no_sync(), or with gradients='kept'"
+            )
+        before, accumulation.more = accumulation.more, True
+        try:
+            yield
+        finally:
+            accumulation.more = before
 
     def _named_parameters(self, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As the user's class names them, without waiting for updates (`LohanModule`)."""
@@ -424,6 +467,9 @@ class CompiledModel:
         model = self.model
         wrapped = type(model)
         model.__class__ = self._original
+        gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+        for p, _ in gradients:  # tracing would look into what is not there
+            p.grad = None
         try:
             return capture(
                 model,
@@ -437,6 +483,8 @@ class CompiledModel:
             )
         finally:
             model.__class__ = wrapped
+            for p, gradient in gradients:
+                p.grad = gradient
 
     def _rewrite(self, captured: Captured, workload: Workload, plan: Plan) -> CompiledProgram:
         assert self.memory is not None
@@ -563,6 +611,7 @@ class CompiledModel:
             plan.schedule,
             self.optimizer,
             self._accumulation,
+            self._clipping,
             gradient_rings={tier: ring for tier, ring in rings.items() if ring is not None},
             gradient_buffers={i: memory.buffer(n) for i, n in own.items() if n in memory.regions},
             state_ring=memory.ring("state ring"),
@@ -620,7 +669,8 @@ class CompiledModel:
         if updater.pending:
             raise StepError(
                 "backward ran, but optimizer.step() was not called since: gradients are consumed "
-                "as they appear, so every backward needs its step before the next forward"
+                "as they appear, so every backward needs its step before the next forward. To add "
+                "up several backwards, compile with accumulate= or gradients='kept'"
             )
 
     def _input(self, leaf: Any) -> Any:
@@ -639,7 +689,7 @@ class CompiledModel:
     def sync(self) -> None:
         """Wait until parameters and optimizer states are those that the last step made.
 
-        Only schedule "overlapped" leaves any of that to the next step.
+        Only schedules "overlapped" and "deferred" leave any of that to the next step.
 
         Raises:
             the first error of an update.
@@ -692,11 +742,11 @@ class CompiledModel:
         if recorder is not None:
             label = self.memory.lanes.label("join", "optimizer.step")
             recorder.add("gpu", label, began, recorder.mark())
-        if self._accumulation.kept:  # the optimizer's own step must not find them
-            found = [p for states in self.memory.states.trained for p in states.parameters]
-            self._hidden = [(p, p.grad) for p in found if p.grad is not None]
-            for p, _ in self._hidden:
-                p.grad = None
+        # the optimizer's own step must not find them
+        found = [p for states in self.memory.states.trained for p in states.parameters]
+        self._hidden = [(p, p.grad) for p in found if p.grad is not None]
+        for p, _ in self._hidden:
+            p.grad = None
 
     def show_gradients(self) -> None:
         """Give back the ``.grad`` of parameters that `finish_step` hid: what optimizer.step() does
@@ -735,7 +785,7 @@ class CompiledModel:
         self.memory.lanes.recorder = recorder
         try:
             yield recorder
-            self.sync()  # what schedule "overlapped" leaves belongs to the last step
+            self.sync()  # what a late schedule leaves belongs to the last step
         finally:
             self.memory.lanes.recorder = None
 
@@ -751,6 +801,7 @@ class CompiledModel:
             self._say("close", f"the last step's updates did not end: {error}")
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.give_back(self.optimizer)
+            self.memory.states.forget_sums()
         model = self._model()
         if model is not None and model.__dict__.get("_lohan") is self:
             model.__class__ = self._original

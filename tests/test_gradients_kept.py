@@ -361,7 +361,7 @@ def test_grad_scaler(states: str, fused: bool | None, hw: HardwareProfile) -> No
 def test_schedules_that_update_in_backward(schedule: str, hw: HardwareProfile) -> None:
     model, _ = make("mlp")
     optimizer = training_of("adam", model).optimizer
-    with pytest.raises(LohanError, match=f"{schedule}.*gradients='kept'.*schedule='serial'"):
+    with pytest.raises(LohanError, match=f"{schedule}.*gradients='kept'.*schedule='deferred'"):
         compiled(model, optimizer, hw, schedule=schedule)
     with pytest.raises(LohanError, match="use 'consumed' or 'kept'"):
         compiled(model, optimizer, hw, gradients="lost")

@@ -8,7 +8,7 @@ device memory, in the host slab, or in a mapping of the SSD file; so does ``.gra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,6 +22,7 @@ from lohan_fx.footprint import PAGE_BYTES, align
 from lohan_fx.plan import Tier
 from lohan_fx.runtime._memory import forget_pages, tensor_over
 from lohan_fx.runtime.arena import Arena, Region
+from lohan_fx.runtime.guards import ConsumedGradient, LentGradient
 from lohan_fx.runtime.optimizer import UnitOptimizer, pull_initial_state, release_state
 from lohan_fx.runtime.ssd import StripedFile
 from lohan_fx.workload import Unit
@@ -96,7 +97,8 @@ class UnitStates:
     `visible` are the flats whose views the user's parameters are (None: the parameters keep
     memory of their own, as frozen parameters do whose dtype is not the compute dtype).
     `sums` says of each parameter whether the unit's gradient flat holds a gradient of it; `grads`
-    are views of that flat, for users, once there was need of them.
+    are views of that flat, for users, once there was need of them; `lent` and `guards` what else
+    stands in ``.grad`` (`runtime.guards`). `positions` are the parameters' in model.parameters().
     """
 
     index: int
@@ -106,6 +108,7 @@ class UnitStates:
     mixed: bool
     moment_names: tuple[str, ...]
     parameters: list[nn.Parameter]
+    positions: list[int]
     optimizer: UnitOptimizer | None = None
     flats: Flats | None = None
     offset: int = -1
@@ -114,6 +117,8 @@ class UnitStates:
     versions: list[int] = field(default_factory=list)
     sums: list[bool] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
+    lent: list[LentGradient] = field(default_factory=list)
+    guards: list[ConsumedGradient] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -211,6 +216,7 @@ class ModelStates:
         self.file = file
         self._mapping = file.map() if file is not None else None
         by_name = dict(model.named_parameters())
+        places = {name: i for i, name in enumerate(by_name)}
         self.units: list[UnitStates] = []
         host_offset = region.offset if region is not None else 0
         ssd_offset = 0
@@ -224,6 +230,7 @@ class ModelStates:
                 mixed=layout.trains and state_layout.compute_dtype is not None,
                 moment_names=(),
                 parameters=parameters,
+                positions=[places[s.name] for s in layout.slices],
                 sums=[False] * len(parameters),
             )
             if layout.trains and optimizer is not None:
@@ -346,9 +353,9 @@ class ModelStates:
         if on_ssd:
             self.flush()
 
-    def show_gradients(self, indices: Iterable[int]) -> None:
+    def show_gradients(self, emitted: Iterable[tuple[int, Sequence[bool]]]) -> None:
         """Make the ``.grad`` of parameters of these units, where there is a sum, views of it."""
-        for index in indices:
+        for index, _ in emitted:
             states = self.units[index]
             views = self._grads(states)
             for p, view, has in zip(states.parameters, views, states.sums, strict=True):
@@ -357,8 +364,27 @@ class ModelStates:
 
     @staticmethod
     def owns(states: UnitStates, i: int, gradient: Tensor) -> bool:
-        """Whether this ``.grad`` of parameter `i` is the view that `show_gradients` set."""
-        return bool(states.grads) and gradient is states.grads[i]
+        """Whether this ``.grad`` of parameter `i` is the unit's own."""
+        owned = (states.grads, states.lent)
+        return any(bool(tensors) and gradient is tensors[i] for tensors in owned)
+
+    def lend_gradients(self, wait: Callable[[], Callable[[], None] | None]) -> None:
+        """Let whoever uses a ``.grad`` call `wait` (a weak method) first."""
+
+        def call() -> None:
+            method = wait()
+            if method is not None:
+                method()
+
+        for states in self.trained:
+            if not states.grads:
+                continue
+            if not states.lent:
+                states.lent = [LentGradient.of(g) for g in states.grads]
+            for i, p in enumerate(states.parameters):
+                if p.grad is not None and self.owns(states, i, p.grad):
+                    states.lent[i].wait = call
+                    p.grad = states.lent[i]
 
     @staticmethod
     def _grads(states: UnitStates) -> list[Tensor]:
@@ -371,6 +397,50 @@ class ModelStates:
                 if p.dtype != states.layout.dtype:
                     p.grad_dtype = states.layout.dtype
         return states.grads
+
+    # -- gradients that are consumed ------------------------------------------------------------
+
+    def drop_zeroed(self) -> bool:
+        """Forget sums of parameters whose ``.grad`` was reset; says whether any is left.
+
+        Raises:
+            StepError: a parameter has a ``.grad`` of the user's own.
+        """
+        for states in self.trained:
+            for i, p in enumerate(states.parameters):
+                given = p.grad
+                if given is None:
+                    states.sums[i] = False
+                elif not isinstance(given, ConsumedGradient):
+                    raise StepError(
+                        f"parameter {states.layout.slices[i].name} has a .grad that this backward "
+                        "would have to add to, but gradients are consumed while it runs: call "
+                        "optimizer.zero_grad() before, or compile with gradients='kept'"
+                    )
+                elif given.zeroed:
+                    states.sums[i] = False
+        return any(any(states.sums) for states in self.trained)
+
+    def mark_consumed(self, emitted: Iterable[tuple[int, Sequence[bool]]]) -> None:
+        """Put guards where plain PyTorch would have gradients."""
+        for index, has in emitted:
+            states = self.units[index]
+            if not states.guards:
+                states.guards = [ConsumedGradient.of(p) for p in states.parameters]
+            for i, p in enumerate(states.parameters):
+                if has[i]:
+                    if not states.guards[i].fits(p):
+                        states.guards[i] = ConsumedGradient.of(p)
+                    states.guards[i].zeroed = False
+                    p.grad = states.guards[i]
+
+    def forget_sums(self) -> None:
+        """Leave no sum, and no guard."""
+        for states in self.trained:
+            states.sums = [False] * len(states.sums)
+            for p in states.parameters:
+                if isinstance(p.grad, ConsumedGradient):
+                    p.grad = None
 
     # -- states ---------------------------------------------------------------------------------
 

@@ -77,6 +77,7 @@ struct Tensors {  // one parameter; mirrored by adam.py
   double step;
   int32_t decoupled;  // AdamW
   int32_t maximize;
+  float factor, limit;  // of the gradient, before all else; 1 and infinity do nothing
 };
 
 }  // extern "C"
@@ -151,10 +152,20 @@ Update choose(const Tensors& t, const Scalars& s) {
                2 * (t.weight_decay != 0) + s.lerp_small];
 }
 
+// What torch's mul_ and clamp_ do to a float32 gradient; a NaN stays one.
+void clip(const Tensors& t, const float* from, float* to, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const float x = from[i] * t.factor;
+    const float low = x < -t.limit ? -t.limit : x;
+    to[i] = low > t.limit ? t.limit : low;
+  }
+}
+
 void run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int64_t begin,
                int64_t end) {
   float cast[kBlock];
   const int64_t first_of_tail = t.size - t.tail;
+  const bool clips = t.factor != 1.0f || t.limit < INFINITY;
   for (int64_t at = begin, n; at < end; at += n) {
     const Update call = at < first_of_tail ? body : tail;
     const int64_t stop = at < first_of_tail && end > first_of_tail ? first_of_tail : end;
@@ -169,6 +180,10 @@ void run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int
       } else {
         for (int64_t i = 0; i < n; i++) cast[i] = from_half(from[i]);
       }
+    }
+    if (clips) {
+      clip(t, gradient, cast, n);
+      gradient = cast;
     }
     call(t, s, at, n, gradient);
     if (t.copy == nullptr) continue;

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
 import shlex
@@ -69,6 +70,8 @@ class _Tensors(ctypes.Structure):
         ("step", ctypes.c_double),
         ("decoupled", ctypes.c_int32),
         ("maximize", ctypes.c_int32),
+        ("factor", ctypes.c_float),
+        ("limit", ctypes.c_float),
     )
 
 
@@ -81,6 +84,8 @@ class Update:
         gradient, copy: float32, bfloat16 or float16; no copy is written if it is None.
         step: number of this update, from 1.
         decoupled: AdamW; else Adam.
+        factor, limit: the gradient is multiplied by `factor`, then brought into [-limit, limit]
+            (1.0 and inf: it is left as it is), in float32.
     """
 
     master: Tensor
@@ -97,6 +102,8 @@ class Update:
     step: float
     decoupled: bool
     maximize: bool
+    factor: float = 1.0
+    limit: float = math.inf
 
     def supported(self) -> bool:
         """Whether the kernel can run it."""
@@ -141,6 +148,8 @@ class Update:
             step=self.step,
             decoupled=self.decoupled,
             maximize=self.maximize,
+            factor=self.factor,
+            limit=self.limit,
         )
 
 
