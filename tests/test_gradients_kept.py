@@ -12,22 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-import lohan_fx
 from lohan_fx.api import LohanModule
 from lohan_fx.errors import LohanError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime.updates import Updater
+from tests import loops
+from tests.loops import TIERS, InjectedError, sometimes
 from tests.models import MLP, loss_of, make
 from tests.training import (
-    Squeezed,
     cpu_hardware,
     identical,
     one_thread,
     remember_captures,
     training_of,
 )
-
-TIERS = ("device", "host", "ssd")
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, dict[str, Any]], list[Tensor]]
 
@@ -46,10 +44,7 @@ def single() -> Iterator[None]:
 def compiled(
     model: nn.Module, optimizer: torch.optim.Optimizer, hw: HardwareProfile, **options: Any
 ) -> LohanModule:
-    options = {"strategy": Squeezed("swap-all"), "gradients": "kept", **options}
-    made = lohan_fx.compile(model, hw=hw, optimizer=optimizer, **options)
-    assert isinstance(made, LohanModule)
-    return made
+    return loops.compiled(model, optimizer, hw, **{"gradients": "kept", **options})
 
 
 def check(
@@ -207,20 +202,6 @@ def test_a_closure(states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyP
     check("mlp", loop, hw, monkeypatch, states=states)
 
 
-class Sometimes(nn.Module):
-    """A layer that only some batches use, and one that none does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-        self.extra, self.never = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, extra: bool) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return (self.extra(x) if extra else x).square().mean()
-
-
 @pytest.mark.parametrize("states", TIERS)
 def test_parameters_without_a_gradient(states: str, hw: HardwareProfile) -> None:
     """They are left alone, also by weight decay; a sum may come from one backward only."""
@@ -240,13 +221,7 @@ def test_parameters_without_a_gradient(states: str, hw: HardwareProfile) -> None
             optimizer.zero_grad()
         return noted
 
-    def sides() -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
-        for _ in range(2):
-            torch.manual_seed(0)
-            model = Sometimes()
-            yield model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
-
-    (plain, its), (model, optimizer) = sides()
+    (plain, its), (model, optimizer) = sometimes()
     wanted = loop(plain, its)
     made = compiled(model, optimizer, hw, states=states)
     assert all(map(identical, loop(made, optimizer), wanted))
@@ -365,10 +340,6 @@ def test_schedules_that_update_in_backward(schedule: str, hw: HardwareProfile) -
         compiled(model, optimizer, hw, schedule=schedule)
     with pytest.raises(LohanError, match="use 'consumed' or 'kept'"):
         compiled(model, optimizer, hw, gradients="lost")
-
-
-class InjectedError(Exception):
-    pass
 
 
 @pytest.mark.parametrize("states", TIERS)
