@@ -161,7 +161,7 @@ def compile(
         raise LohanError(
             "the model is compiled already: call model.lohan.close() before compiling it again"
         )
-    get(strategy)
+    its_schedule = getattr(get(strategy), "schedule", None)
     if isinstance(plan, (str, Path)):
         plan = Plan.load(plan)
     _check_gradients(
@@ -173,7 +173,10 @@ def compile(
     elif clip_grad_norm is not None or skip_nonfinite:
         asks = "skip_nonfinite" if clip_grad_norm is None else "clip_grad_norm"
         waits = f"{asks} needs the norm of all gradients before the first update"
-    schedule = _schedule(schedule, waits, "serial" if gradients == "kept" else "deferred", plan)
+    by_default: Schedule = "serial" if gradients == "kept" else "deferred"
+    if its_schedule in WAITING:
+        by_default = its_schedule
+    schedule = _schedule(schedule, waits, by_default, plan)
     planner = PlannerOptions(states=states, swap_to=swap_to, schedule=schedule)
     if fused not in (True, False, "auto"):
         raise LohanError(f"fused={fused!r}: use True, False or 'auto'")

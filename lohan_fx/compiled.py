@@ -38,7 +38,7 @@ from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.passes import PassManager, Rewrite, pipeline
 from lohan_fx.passes.split import split
 from lohan_fx.passes.verify import check_invariants, check_program
-from lohan_fx.plan import Plan, Tier
+from lohan_fx.plan import WAITING, Plan, Tier
 from lohan_fx.planners import make_plan
 from lohan_fx.planners.registry import Planner, PlannerOptions
 from lohan_fx.printing import ProgramModule
@@ -402,6 +402,12 @@ class CompiledModel:
                 )
         else:
             self._check_given(plan, workload)
+        if self._needs_whole_gradients and plan.schedule not in WAITING:
+            raise PlanError(
+                f"the plan of {plan.strategy!r} has schedule {plan.schedule!r}, which updates units "
+                "before optimizer.step(), but the options about gradients need all of them before: "
+                "plan with schedule 'deferred' or 'serial'"
+            )
         self.sync()  # updates of the last step may still read buffers
         for program in self.programs.values():
             program.executor.drop_pending()  # slots and buffers may move
@@ -413,6 +419,10 @@ class CompiledModel:
             self._connect(self.memory, workload, plan)
         with self._stage("rewrite"):
             return self._rewrite(captured, workload, plan)
+
+    @property
+    def _needs_whole_gradients(self) -> bool:
+        return self._accumulation.kept or self._clipping.needs_norms
 
     def _check_given(self, plan: Plan, workload: Workload) -> None:
         """Refuse a user's plan that is of another program than the one at hand."""

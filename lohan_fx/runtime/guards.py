@@ -53,23 +53,22 @@ class ConsumedGradient(Tensor):
 
     Attributes:
         zeroed: zero_grad(set_to_none=False) has reset it.
+        looks: shape, dtype and device, which cost less to compare so.
     """
 
     zeroed: bool
+    looks: tuple[torch.Size, torch.dtype, torch.device]
 
     @staticmethod
     def of(parameter: nn.Parameter) -> ConsumedGradient:
         made: ConsumedGradient = make_wrapper_subclass(ConsumedGradient, parameter)
         made.zeroed = False
+        made.looks = (parameter.shape, parameter.dtype, parameter.device)
         return made
 
     def fits(self, parameter: nn.Parameter) -> bool:
         """Whether it can be the parameter's ``.grad``."""
-        return (self.shape, self.dtype, self.device) == (
-            parameter.shape,
-            parameter.dtype,
-            parameter.device,
-        )
+        return self.looks == (parameter.shape, parameter.dtype, parameter.device)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return "ConsumedGradient()"

@@ -36,13 +36,15 @@ from lohan_fx.plan import LATE, PIPELINED, WAITING, Schedule
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.clipping import Clipping, Norms
 from lohan_fx.runtime.lanes import Lanes, RankedLane, Ticket
+from lohan_fx.runtime.native import adam
 from lohan_fx.runtime.optimizer import Clip, Hyperparameters, snapshot_hyperparameters
 from lohan_fx.runtime.recording import Label
 from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, on_device, views_of
 from lohan_fx.timeline import Lane as Lane_
 
 _CHUNK = 2**16
-"""Elements that are cast at a time where a sum has another dtype than what is added to it."""
+"""Elements that torch casts at a time where a sum has another dtype than what is added to it (at
+least: a thread gets no fewer than 2**15)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -787,14 +789,20 @@ def _add(total: Tensor, gradient: Tensor, has: bool) -> None:
     if not has:
         total.copy_(gradient)
         return
-    casts = total.dtype != gradient.dtype and total.device.type == "cpu"
-    if not casts or total.stride() != gradient.stride():
+    if total.device.type != "cpu" or total.stride() != gradient.stride():
         total.add_(gradient)  # elsewhere than on CPUs a cast takes no memory
+        return
+    kernel = adam.kernel()
+    if kernel is not None and kernel.add(total, gradient):
+        return
+    if total.dtype == gradient.dtype:
+        total.add_(gradient)
         return
     size = total.numel()
     flat, other = total.as_strided((size,), (1,)), gradient.as_strided((size,), (1,))
-    for at in range(0, size, _CHUNK):
-        flat[at : at + _CHUNK].add_(other[at : at + _CHUNK])
+    step = max(_CHUNK, 2**15 * torch.get_num_threads())
+    for at in range(0, size, step):
+        flat[at : at + step].add_(other[at : at + step])
 
 
 def _there() -> Ticket:
