@@ -230,3 +230,17 @@ def test_the_predicted_peak_is_the_measured_one(
 ) -> None:
     options = {"states": states, "swap_to": swap_to, "schedule": schedule}
     check(*two_steps(name, strategy, tmp_path, monkeypatch, **options))
+
+
+def test_timing_ops_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that fills the device must still fit while its ops are timed."""
+    made, usual = two_steps("gpt, flash attention", "keep-all", tmp_path, monkeypatch)
+    _, inputs = MODELS["gpt, flash attention"]()
+
+    def forward_and_backward() -> None:
+        loss_of(made(**inputs)).backward()
+
+    with made.lohan.time_ops():
+        timed = measure(forward_and_backward)
+    assert timed.peak_bytes <= usual.peak_bytes * (1 + TOLERANCE)
+    made.lohan.close()
