@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import subprocess
 import tempfile
 import time
@@ -147,6 +148,8 @@ def run_ours(
             save_trace(Path(f"{stem}-{name}.trace.json"), [real, predicted.timeline.coalesce()])
             Path(f"{stem}-{name}.ops.json").write_text(json.dumps(op_seconds))
             Path(f"{stem}-{name}.plan.json").write_text(json.dumps(program.plan.to_dict()))
+            # what planners see: to plan, simulate and compare again without the card
+            Path(f"{stem}-{name}.workload.pickle").write_bytes(pickle.dumps((workload, hw)))
     cap(None)
     return row
 
