@@ -85,6 +85,7 @@ def compile(
     fused: bool | Literal["auto"] = "auto",
     plan: Plan | str | Path | None = None,
     loss_chunk_bytes: int = LOSS_CHUNK_BYTES,
+    refine: bool | Literal["auto"] = "auto",
 ) -> M:
     """Make `model` train within a memory budget, with plain PyTorch's numbers.
 
@@ -122,6 +123,11 @@ def compile(
         loss_chunk_bytes: logits that take more than this in float32, and go into nothing but a
             cross entropy, are made in chunks of rows, each of at most this size; loss and
             gradients then equal plain PyTorch's to rounding. 0: never (`lohan_fx.chunk_loss`).
+        refine: let the first four steps correct the cost model (`lohan_fx.refinement`): if another
+            plan is predicted to be faster by more than 2%, it replaces the first one before the
+            fifth step, and says so. Units that move between device and host are then updated by
+            another kernel, equal to rounding: switch it off where runs must repeat bit for bit.
+            "auto": on CUDA, unless `plan` is given or PyTorch's deterministic algorithms are on.
 
     Raises:
         UnsupportedOptimizerError: the optimizer's update is not elementwise.
@@ -169,12 +175,17 @@ def compile(
             fused=device.type == "cuda" if fused == "auto" else fused,
             plan=plan,
             loss_chunk_bytes=loss_chunk_bytes,
+            refine=_refines(device) if refine == "auto" else refine,
         ),
     )
     cls = type(model)
     model.__dict__["_lohan"] = compiled
     model.__class__ = type(cls.__name__, (LohanModule, cls), {"__module__": cls.__module__})
     return model
+
+
+def _refines(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
 
 
 _DTYPES = {

@@ -91,6 +91,7 @@ class UnitStates:
     `flats` are None for frozen parts; `offset` is the unit's place in the SSD file.
     `visible` are the flats whose views the user's parameters are (None: the parameters keep
     memory of their own, as frozen parameters do whose dtype is not the compute dtype).
+    `home` is the slab of a host unit, and its offset there.
     """
 
     index: int
@@ -105,6 +106,7 @@ class UnitStates:
     offset: int = -1
     visible: Tensor | None = None
     direct: Tensor | None = None
+    home: tuple[Arena, int] | None = None
     versions: list[int] = field(default_factory=list)
 
     @property
@@ -210,6 +212,7 @@ class ModelStates:
                 assert arena is not None
                 buffer = arena.view(host_offset, states.num_bytes)
                 arena.register(host_offset, states.num_bytes)
+                states.home = (arena, host_offset)
                 host_offset += states.num_bytes
             else:
                 assert self._mapping is not None
@@ -287,6 +290,32 @@ class ModelStates:
             p.data_ptr() != v.data_ptr() or p.device != v.device
             for p, v in zip(states.parameters, views, strict=True)
         )
+
+    def move(self, states: UnitStates, arena: Arena | None) -> None:
+        """Move a unit between device and host, between two steps: to `arena`, or the device.
+
+        The parameters become views of where it is then. If there is no room, nothing has changed.
+        """
+        if arena is None:
+            buffer = torch.zeros(states.num_bytes, dtype=torch.uint8, device=self.device)
+        else:
+            buffer = arena.view(0, states.num_bytes)
+            arena.register(0, states.num_bytes)
+        old, flats = states.flats, states.carve(buffer)
+        assert old is not None
+        flats.compute.copy_(old.compute)
+        if flats.master is not flats.compute:
+            flats.master.copy_(old.master)
+        for name, flat in flats.moments.items():
+            flat.copy_(old.moments[name])
+        if states.visible is not None:
+            states.visible = flats.compute if states.visible is old.compute else flats.master
+        states.flats, states.direct = flats, None
+        states.tier = "device" if arena is None else "host"
+        self._expose(states)
+        if states.home is not None:
+            states.home[0].release(*states.home[1:], states.num_bytes)
+        states.home = None if arena is None else (arena, 0)
 
     def flush(self) -> None:
         """Make writes through the SSD mapping visible to direct reads of the file."""
