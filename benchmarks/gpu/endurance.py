@@ -4,8 +4,8 @@
 
 A GPT of about 400M parameters in 4 GiB learns sequences that follow a rule; plain mixed-precision
 training sees the same. Then steps are run twice, the second time with random pauses around every
-copy, on the device (`torch.cuda._sleep` on its stream and on compute's) and on the host: losses must
-stay what they were to the bit, or a copy and a kernel raced.
+copy, on the device (`torch.cuda._sleep` on its stream and on compute's) and on the host: losses
+must stay what they were to the bit, or a copy and a kernel raced.
 """
 
 from __future__ import annotations
@@ -133,7 +133,6 @@ def main() -> None:
     for strategy, schedule in (
         ("swap-all", "optimized"),
         ("lohan", "overlapped"),
-        ("lohan-resident", "naive"),
         ("go-memferry", "optimized"),
     ):
         name = f"{strategy}, {schedule}"
