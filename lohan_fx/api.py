@@ -95,6 +95,7 @@ def compile(
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
     skip_nonfinite: bool = False,
+    refine: bool | Literal["auto"] = "auto",
 ) -> M:
     """Make `model` train within a memory budget, with plain PyTorch's numbers.
 
@@ -149,6 +150,11 @@ def compile(
         clip_grad_value: bring every element of them into [-value, value], with any schedule.
         skip_nonfinite: leave a step out whose gradients have no finite norm; schedules as for
             `clip_grad_norm`. ``model.lohan.skipped_steps`` counts them.
+        refine: let the first four steps correct the cost model (`lohan_fx.refinement`): if another
+            plan is predicted to be faster by more than 2%, it replaces the first one before the
+            fifth step, and says so. Units that move between device and host are then updated by
+            another kernel, equal to rounding: switch it off where runs must repeat bit for bit.
+            "auto": on CUDA, unless `plan` is given or PyTorch's deterministic algorithms are on.
 
     Raises:
         UnsupportedOptimizerError: the optimizer's update is not elementwise.
@@ -214,6 +220,7 @@ def compile(
             clip_grad_norm=clip_grad_norm,
             clip_grad_value=clip_grad_value,
             skip_nonfinite=skip_nonfinite,
+            refine=_refines(device) if refine == "auto" else refine,
         ),
     )
     cls = type(model)
@@ -281,6 +288,10 @@ def _schedule(
             f"schedule='deferred' or 'serial' ('auto' is {default!r} here)"
         )
     return default if wanted == "auto" else wanted
+
+
+def _refines(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
 
 
 _DTYPES = {

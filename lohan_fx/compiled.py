@@ -43,6 +43,7 @@ from lohan_fx.planners import make_plan
 from lohan_fx.planners.registry import Planner, PlannerOptions
 from lohan_fx.printing import ProgramModule
 from lohan_fx.program import Program, Residency, lower, residency
+from lohan_fx.refinement import MIN_GAIN, Measured, Outcome, Refinement
 from lohan_fx.runtime.arena import Arena, BufferRing, Layout, Region
 from lohan_fx.runtime.clipping import Clipping
 from lohan_fx.runtime.engine import Engine, Slot, SlotStore
@@ -56,6 +57,7 @@ from lohan_fx.runtime.scratch import update_scratch_bytes
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.updates import Accumulation, Updater
+from lohan_fx.simulate import simulate
 from lohan_fx.workload import Workload
 
 logger = logging.getLogger("lohan_fx")
@@ -88,6 +90,7 @@ class Options:
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
     skip_nonfinite: bool = False
+    refine: bool = False
 
 
 @dataclass(kw_only=True)
@@ -116,6 +119,7 @@ class Memory:
     states: ModelStates = field(init=False)
     updater: Updater | None = None
     arena: Arena | None = None
+    moved: list[Arena] = field(default_factory=list)
     buffers: dict[str, tuple[int, int]] = field(default_factory=dict)
     buffer_arena: Arena | None = None
     regions: dict[str, Region] = field(default_factory=dict)
@@ -177,7 +181,7 @@ class Memory:
             self.pool.close()
         if self.run is not None:
             self.run.close()
-        for arena in (self.arena, self.buffer_arena):
+        for arena in (self.arena, self.buffer_arena, *self.moved):
             if arena is not None:
                 arena.close()
 
@@ -196,6 +200,10 @@ class CompiledModel:
         self.memory: Memory | None = None
         self.latest: CompiledProgram | None = None
         self.setup_s: dict[str, float] = {}
+        self.refined: Outcome | None = None
+        self._refinement = (
+            Refinement(options.device) if options.refine and options.plan is None else None
+        )
         self._said: set[str] = set()
         self._scratch: dict[Any, int] = {}
         self._kernels = Kernels(options.device, compiled=True)
@@ -385,26 +393,13 @@ class CompiledModel:
             workload = self._with_scratch(
                 annotate(captured, self.model, self._layouts, self._state_layout, options.hw)
             )
-        fixed = (
-            {u.unit.name: u.tier for u in self.memory.states.units}
-            if self.memory is not None
-            else None
-        )
-        plan = options.plan
-        if plan is None or plan.workload != workload.name or fixed is not None:
-            with self._stage("plan"):
-                plan = make_plan(
-                    options.strategy,
-                    workload,
-                    options.hw,
-                    options.budget,
-                    dataclasses.replace(options.planner, fixed_units=fixed),
-                )
-        else:
-            self._check_given(plan, workload)
+        return self._build(captured, workload, self._plan_for(workload))
+
+    def _build(self, captured: Captured, workload: Workload, plan: Plan) -> CompiledProgram:
+        """Make the program of a plan. Units are where it wants them, or nowhere yet."""
         if self._needs_whole_gradients and plan.schedule not in WAITING:
             raise PlanError(
-                f"the plan of {plan.strategy!r} has schedule {plan.schedule!r}, which updates units "
+                f"{plan.strategy!r} planned schedule {plan.schedule!r}, which updates units "
                 "before optimizer.step(), but the options about gradients need all of them before: "
                 "plan with schedule 'deferred' or 'serial'"
             )
@@ -415,14 +410,37 @@ class CompiledModel:
             with self._stage("allocate"):
                 self.memory = self._allocate(workload, plan)
             self._closer = weakref.finalize(self.model, self.memory.close)
-        elif self._reserve(self.memory, workload, plan):
-            self._connect(self.memory, workload, plan)
+        else:
+            grown = self._reserve(self.memory, workload, plan)
+            updater = self.memory.updater
+            if grown or updater is None or updater.schedule != plan.schedule:
+                self._connect(self.memory, workload, plan)
         with self._stage("rewrite"):
             return self._rewrite(captured, workload, plan)
 
     @property
     def _needs_whole_gradients(self) -> bool:
         return self._accumulation.kept or self._clipping.needs_norms
+
+    def _plan_for(self, workload: Workload) -> Plan:
+        """The plan that was given, or one that is made for where the units are."""
+        options = self.options
+        given = options.plan
+        if self.memory is None:
+            if given is not None and given.workload == workload.name:
+                self._check_given(given, workload)
+                return given
+            fixed = None
+        else:
+            fixed = {u.unit.name: u.tier for u in self.memory.states.units}
+        with self._stage("plan"):
+            return make_plan(
+                options.strategy,
+                workload,
+                options.hw,
+                options.budget,
+                dataclasses.replace(options.planner, fixed_units=fixed),
+            )
 
     def _check_given(self, plan: Plan, workload: Workload) -> None:
         """Refuse a user's plan that is of another program than the one at hand."""
@@ -634,7 +652,7 @@ class CompiledModel:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = [self._input(x) for x in pytree.tree_leaves((args, kwargs))]
         self._check_step()
-        program = self._program(args, kwargs)
+        program = self._refined(self._program(args, kwargs))
         executor = program.executor
         assert self.memory is not None
         for other in self.programs.values():
@@ -652,6 +670,91 @@ class CompiledModel:
             sources = [named[r.target] if r.target else inputs[r.index] for r in wanted]
             flat = _Step.apply(executor, inputs, wanted, self._anchor, *sources)
         return executor.captured.unflatten(flat, args, kwargs)
+
+    def _refined(self, program: CompiledProgram) -> CompiledProgram:
+        """The program to run: once, another one, if the first steps' measurements say so."""
+        refinement = self._refinement
+        if refinement is None or not program.executor.captured.has_backward:
+            return program
+        assert self.memory is not None
+        if not refinement.before_step(program.executor, self.memory.lanes):
+            return program
+        self._refinement = None
+        self.sync()
+        measured = refinement.measured(program.workload, self.options.hw)
+        refinement.detach(self.memory.lanes)
+        if measured is None:
+            return program
+        began = time.perf_counter()
+        plan, before_s, after_s = self._better_plan(program.plan, measured)
+        moved: tuple[str, ...] = ()
+        program.workload = measured.workload
+        self.options = dataclasses.replace(self.options, hw=measured.hw)
+        if plan is not None:
+            with self._stage("refine"):
+                key = next(k for k, p in self.programs.items() if p is program)
+                for old in self.programs.values():
+                    old.executor.drop_pending()
+                self.programs.clear()  # they were made for the tiers that units are in now
+                moved, plan = self._move(plan)
+                program = self._build(
+                    program.executor.captured,
+                    measured.workload,
+                    plan or self._plan_for(measured.workload),
+                )
+                self.programs[key] = self.latest = program
+        self.refined = Outcome(
+            before_s=before_s,
+            after_s=after_s,
+            moved=moved,
+            seconds=time.perf_counter() - began,
+        )
+        if self.refined.changed:
+            self._say("refined", self.refined.text())
+        return program
+
+    def _better_plan(self, plan: Plan, measured: Measured) -> tuple[Plan | None, float, float]:
+        """A plan for what was measured, if it is worth it; seconds a step of both. Units stay on
+        SSD, or off it: there may be no room, and moving them takes longer than it saves."""
+        on_ssd: dict[str, Tier] = {u: "ssd" for u, p in plan.units.items() if p.tier == "ssd"}
+        options = dataclasses.replace(self.options.planner, fixed_units=on_ssd or None)
+        before_s = simulate(measured.workload, plan, measured.hw).step_s
+        try:
+            found = make_plan(
+                self.options.strategy, measured.workload, measured.hw, self.options.budget, options
+            )
+        except InsufficientMemoryError:  # it planned with other seconds before
+            return None, before_s, before_s
+        after_s = simulate(measured.workload, found, measured.hw).step_s
+        same_ssd = all((p.tier == "ssd") == (u in on_ssd) for u, p in found.units.items())
+        if not same_ssd or after_s > (1 - MIN_GAIN) * before_s:
+            return None, before_s, before_s
+        return found, before_s, after_s
+
+    def _move(self, plan: Plan) -> tuple[tuple[str, ...], Plan | None]:
+        """Move units to the tiers of a plan. Names of those that moved; the plan, or None if there
+        was no room for one, and another plan has to do for where they are."""
+        assert self.memory is not None
+        memory = self.memory
+        tiers = footprint.tiers_of(plan)
+        moving = [s for s in memory.states.units if tiers[s.unit.name] != s.tier]
+        moving.sort(key=lambda states: states.tier != "device")  # these make room
+        moved: list[str] = []
+        try:
+            for states in moving:
+                arena = None
+                if tiers[states.unit.name] == "host":
+                    arena = Arena(states.num_bytes, pin=memory.pin)
+                    memory.moved.append(arena)
+                memory.states.move(states, arena)
+                moved.append(states.unit.name)
+        except (InsufficientMemoryError, torch.OutOfMemoryError) as error:
+            self._say("move", f"no room to change the plan: {error}")
+            return tuple(moved), None
+        finally:
+            if moved:
+                memory.buffers = {}  # gradients of other units have buffers now
+        return tuple(moved), plan
 
     def _check_parameters(self) -> None:
         """Refuse a model whose layers are others than those that were moved."""

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from lohan_fx.api import LohanModule
 from lohan_fx.errors import LohanError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.runtime.arena import Arena
 from lohan_fx.runtime.updates import Updater
 from tests import loops
 from tests.loops import TIERS, InjectedError, sometimes
@@ -394,3 +395,42 @@ def test_the_gradient_counts_in_every_tier(hw: HardwareProfile) -> None:
             made.lohan.close()
             assert accumulators == (0 if kept == "consumed" else sizes["consumed", states] // 2)
             assert sizes[kept, states] == sizes["consumed", states] + accumulators
+
+
+@pytest.mark.parametrize("options", [{"gradients": "kept"}, {"accumulate": 2}])
+def test_units_that_move_take_their_gradients_along(
+    options: dict[str, Any], hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a refined plan moves them, here in the middle of a sum."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> list[Tensor]:
+        noted = []
+        for step in range(2):
+            for k in range(2):
+                torch.manual_seed(10 * step + k)
+                loss = loss_of("mlp", model(**inputs))
+                loss.backward()
+                noted.append(loss.detach())
+                if k == 0 and isinstance(model, LohanModule):
+                    move(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return noted
+
+    def move(model: LohanModule, step: int) -> None:
+        memory = model.lohan.memory
+        assert memory is not None
+        model.lohan.sync()
+        for states in memory.states.units:
+            arena = Arena(states.num_bytes, pin=False) if step == 0 else None
+            if arena is not None:
+                memory.moved.append(arena)
+            memory.states.move(states, arena)
+        memory.buffers = {}
+        ((key, program),) = model.lohan.programs.items()
+        workload = program.workload
+        plan = model.lohan._plan_for(workload)
+        model.lohan.programs[key] = model.lohan._build(program.executor.captured, workload, plan)
+
+    options = {"gradients": "consumed", "states": "device", "schedule": "serial", **options}
+    check("mlp", loop, hw, None, **options)

@@ -247,3 +247,17 @@ def test_gradients_that_add_up(
     """They leave when they are emitted, whether that begins a sum, adds to it or updates."""
     options = {"states": states, "swap_to": "host", **options}
     check(*two_steps("wide", "swap-all", tmp_path, monkeypatch, **options))
+
+
+def test_timing_ops_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that fills the device must still fit while its ops are timed."""
+    made, usual = two_steps("gpt, flash attention", "keep-all", tmp_path, monkeypatch)
+    _, inputs = MODELS["gpt, flash attention"]()
+
+    def forward_and_backward() -> None:
+        loss_of(made(**inputs)).backward()
+
+    with made.lohan.time_ops():
+        timed = measure(forward_and_backward)
+    assert timed.peak_bytes <= usual.peak_bytes * (1 + TOLERANCE)
+    made.lohan.close()

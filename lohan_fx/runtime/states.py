@@ -99,6 +99,7 @@ class UnitStates:
     `sums` says of each parameter whether the unit's gradient flat holds a gradient of it; `grads`
     are views of that flat, for users, once there was need of them; `lent` and `guards` what else
     stands in ``.grad`` (`runtime.guards`). `positions` are the parameters' in model.parameters().
+    `home` is the slab of a host unit, and its offset there.
     """
 
     index: int
@@ -114,6 +115,7 @@ class UnitStates:
     offset: int = -1
     visible: Tensor | None = None
     direct: Tensor | None = None
+    home: tuple[Arena, int] | None = None
     versions: list[int] = field(default_factory=list)
     sums: list[bool] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -244,6 +246,7 @@ class ModelStates:
                 assert arena is not None
                 buffer = arena.view(host_offset, states.num_bytes)
                 arena.register(host_offset, states.num_bytes)
+                states.home = (arena, host_offset)
                 host_offset += states.num_bytes
             else:
                 assert self._mapping is not None
@@ -321,6 +324,48 @@ class ModelStates:
             p.data_ptr() != v.data_ptr() or p.device != v.device
             for p, v in zip(states.parameters, views, strict=True)
         )
+
+    def move(self, states: UnitStates, arena: Arena | None) -> None:
+        """Move a unit between device and host, between two steps: to `arena`, or the device.
+
+        The parameters become views of where it is then. If there is no room, nothing has changed.
+        """
+        if arena is None:
+            buffer = torch.zeros(states.num_bytes, dtype=torch.uint8, device=self.device)
+        else:
+            buffer = arena.view(0, states.num_bytes)
+            arena.register(0, states.num_bytes)
+        old, flats = states.flats, states.carve(buffer)
+        assert old is not None
+        flats.compute.copy_(old.compute)
+        if flats.master is not flats.compute:
+            flats.master.copy_(old.master)
+        for name, flat in flats.moments.items():
+            flat.copy_(old.moments[name])
+        given = [p.grad for p in states.parameters]
+        owned = [g is not None and self.owns(states, i, g) for i, g in enumerate(given)]
+        if flats.gradient is not None and old.gradient is not None:
+            flats.gradient.copy_(old.gradient)
+            states.grads, states.lent = [], []
+        for p in states.parameters:
+            p.grad = None  # it may have to be on another device
+        if states.visible is not None:
+            states.visible = flats.compute if states.visible is old.compute else flats.master
+        states.flats, states.direct = flats, None
+        states.tier = "device" if arena is None else "host"
+        self._expose(states)
+        for i, (p, gradient) in enumerate(zip(states.parameters, given, strict=True)):
+            if owned[i]:
+                p.grad = self._grads(states)[i]
+            elif isinstance(gradient, ConsumedGradient):
+                states.guards[i] = ConsumedGradient.of(p)
+                states.guards[i].zeroed = gradient.zeroed
+                p.grad = states.guards[i]
+            elif gradient is not None:
+                p.grad = gradient.to(p.device)
+        if states.home is not None:
+            states.home[0].release(*states.home[1:], states.num_bytes)
+        states.home = None if arena is None else (arena, 0)
 
     def flush(self) -> None:
         """Make writes through the SSD mapping visible to direct reads of the file."""
