@@ -95,6 +95,7 @@ def compile(
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
     skip_nonfinite: bool = False,
+    forwards: int = 1,
     refine: bool | Literal["auto"] = "auto",
 ) -> M:
     """Make `model` train within a memory budget, with plain PyTorch's numbers.
@@ -150,6 +151,8 @@ def compile(
         clip_grad_value: bring every element of them into [-value, value], with any schedule.
         skip_nonfinite: leave a step out whose gradients have no finite norm; schedules as for
             `clip_grad_norm`. ``model.lohan.skipped_steps`` counts them.
+        forwards: how many forwards may wait for their backward at once: 2 if a loss calls the
+            module twice. Each takes memory for what it saves; gradients add up until none waits.
         refine: let the first four steps correct the cost model (`lohan_fx.refinement`): if another
             plan is predicted to be faster by more than 2%, it replaces the first one before the
             fifth step, and says so. Units that move between device and host are then updated by
@@ -167,6 +170,8 @@ def compile(
         raise LohanError(
             "the model is compiled already: call model.lohan.close() before compiling it again"
         )
+    if not isinstance(forwards, int) or isinstance(forwards, bool) or forwards < 1:
+        raise LohanError(f"forwards={forwards!r}: use a number of forwards, at least 1")
     its_schedule = getattr(get(strategy), "schedule", None)
     if isinstance(plan, (str, Path)):
         plan = Plan.load(plan)
@@ -220,6 +225,7 @@ def compile(
             clip_grad_norm=clip_grad_norm,
             clip_grad_value=clip_grad_value,
             skip_nonfinite=skip_nonfinite,
+            forwards=forwards,
             refine=_refines(device) if refine == "auto" else refine,
         ),
     )
