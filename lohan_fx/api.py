@@ -60,8 +60,17 @@ class LohanModule(nn.Module):
     # Who asks for parameters gets them as the last step made them.
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        self.lohan.sync()
+        if not self.lohan.resetting:
+            self.lohan.sync()
         return super().named_parameters(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ever, without waiting for updates: it reads no parameter."""
+        self.lohan.resetting = True
+        try:
+            super().zero_grad(set_to_none)
+        finally:
+            self.lohan.resetting = False
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self.lohan.sync()

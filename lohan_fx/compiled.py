@@ -206,6 +206,7 @@ class CompiledModel:
         self._refinement = (
             Refinement(options.device) if options.refine and options.plan is None else None
         )
+        self.resetting = False
         self._said: set[str] = set()
         self._scratch: dict[Any, int] = {}
         self._kernels = Kernels(options.device, compiled=True)
