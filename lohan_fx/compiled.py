@@ -57,6 +57,7 @@ from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.updates import Updater
 from lohan_fx.simulate import simulate
+from lohan_fx.weights import Source
 from lohan_fx.workload import Workload
 
 logger = logging.getLogger("lohan_fx")
@@ -181,7 +182,11 @@ class CompiledModel:
     """The programs of one module. Made by `lohan_fx.compile`; reached as ``model.lohan``."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        options: Options,
+        source: Source | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._original = type(model)
@@ -195,15 +200,11 @@ class CompiledModel:
         self._refinement = (
             Refinement(options.device) if options.refine and options.plan is None else None
         )
+        self.source = source
+        self.pending_states: Callable[[Mapping[str, nn.Parameter]], None] | None = None
         self._said: set[str] = set()
         self._scratch: dict[Any, int] = {}
         self._kernels = Kernels(options.device, compiled=True)
-        for name, p in model.named_parameters():
-            if p.is_meta:
-                raise LohanError(
-                    f"parameter {name} is on the meta device: it has no data to train. Load or "
-                    "initialize the model first"
-                )
         managed = (
             {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
         )
@@ -239,6 +240,10 @@ class CompiledModel:
                 ),
                 model.register_load_state_dict_pre_hook(_Call(self, CompiledModel.sync)),
             ]
+            for p in model.parameters():
+                made = optimizer.state.get(p, {}).values() if p.is_meta else ()
+                if any(isinstance(v, Tensor) and v.is_meta for v in made):
+                    del optimizer.state[p]  # Adagrad makes it at construction; it is made anew
 
     # -- public views -----------------------------------------------------------------------
 
@@ -522,7 +527,11 @@ class CompiledModel:
                 memory.arena,
                 region,
                 memory.file,
+                self.source,
             )
+            if self.pending_states is not None and self.optimizer is not None:
+                memory.states.take_states(self.optimizer, self.pending_states)
+            self.source = self.pending_states = None
             self._connect(memory, workload, plan)
         except BaseException:
             memory.close()
@@ -751,6 +760,29 @@ class CompiledModel:
         self._check_ended()
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.give_back(self.optimizer)
+        self._materialize_states()
+
+    def _materialize_states(self) -> None:
+        """Load the states of a checkpoint into the optimizer, if they still wait for memory."""
+        lend, self.pending_states = self.pending_states, None
+        if lend is not None and self.optimizer is not None:
+            lend(dict(self._named_parameters()))
+            for entry in self.optimizer.state.values():
+                for name, value in entry.items():
+                    entry[name] = value.clone() if isinstance(value, Tensor) else value
+
+    def load_states(self, lend: Callable[[Mapping[str, nn.Parameter]], None]) -> None:
+        """Take the optimizer's states from a checkpoint: now, or when there is memory for them.
+
+        Args:
+            lend: see `ModelStates.take_states`.
+        """
+        assert self.optimizer is not None
+        if self.memory is None:
+            self.optimizer.state.clear()
+            self.pending_states = lend
+        else:
+            self.memory.states.take_states(self.optimizer, lend)
 
     def unlend_states(self) -> None:
         """Take back what `lend_states` gave."""
@@ -769,6 +801,7 @@ class CompiledModel:
 
     def take_states(self) -> None:
         """Take over what the optimizer has just loaded."""
+        self.pending_states = None
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.take_states(self.optimizer)
 
@@ -832,6 +865,7 @@ class CompiledModel:
             self._say("close", f"the last step's updates did not end: {error}")
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.give_back(self.optimizer)
+        self._materialize_states()
         model = self._model()
         if model is not None and model.__dict__.get("_lohan") is self:
             model.__class__ = self._original

@@ -36,6 +36,10 @@ class StorageError(LohanError):
     """An SSD directory cannot be used, or a read or write on it failed."""
 
 
+class CheckpointError(LohanError):
+    """A file of weights or a checkpoint is damaged, incomplete, or of another model."""
+
+
 class StepError(LohanError):
     """The training loop called things in an order that has no exact meaning."""
 

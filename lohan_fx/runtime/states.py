@@ -8,7 +8,7 @@ or in a mapping of the SSD file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,6 +24,7 @@ from lohan_fx.runtime._memory import forget_pages, tensor_over
 from lohan_fx.runtime.arena import Arena, Region
 from lohan_fx.runtime.optimizer import UnitOptimizer, pull_initial_state, release_state
 from lohan_fx.runtime.ssd import StripedFile
+from lohan_fx.weights import Source, realize
 from lohan_fx.workload import Unit
 
 
@@ -168,6 +169,7 @@ class ModelStates:
         device: the compute device.
         arena, region: the slab and the part of it that holds the host units.
         file: the SSD file that holds the SSD units.
+        source: gives units with parameters on the meta device their values.
     """
 
     def __init__(
@@ -182,12 +184,14 @@ class ModelStates:
         arena: Arena | None,
         region: Region | None,
         file: StripedFile | None,
+        source: Source | None = None,
     ) -> None:
         self.device = device
         self.file = file
         self._mapping = file.map() if file is not None else None
         by_name = dict(model.named_parameters())
         self.units: list[UnitStates] = []
+        on_meta: list[str] = []
         host_offset = region.offset if region is not None else 0
         ssd_offset = 0
         for index, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
@@ -219,33 +223,74 @@ class ModelStates:
                 buffer = self._mapping[ssd_offset : ssd_offset + states.num_bytes]
                 states.offset = ssd_offset
                 ssd_offset += states.num_bytes
-            states.flats = states.carve(buffer)
-            self._adopt(states, optimizer)
+            states.flats = flats = states.carve(buffer)
+            dtype = parameters[0].dtype
+            states.visible = next(
+                (f for f in (flats.master, flats.compute) if f.dtype == dtype), None
+            )
             self.units.append(states)
-            if states.tier == "ssd":  # written through the mapping: let its pages go, unit by unit
-                self.flush()
-                forget_pages(buffer)
+            if any(p.is_meta for p in parameters):
+                on_meta += [s.name for s in layout.slices]
+                continue
+            with torch.no_grad():
+                for i, p in enumerate(parameters):
+                    self._write(states, i, p.detach())
+            self._adopt(states, optimizer)
+        if on_meta:
+            assert source is not None
+            self.write(source.stream(model, on_meta), optimizer)
 
-    def _adopt(self, states: UnitStates, optimizer: torch.optim.Optimizer | None) -> None:
-        """Copy a unit's parameters (and optimizer state) in, and make the parameters views."""
+    @staticmethod
+    def _write(states: UnitStates, index: int, value: Tensor) -> None:
+        """Copy the value of a unit's parameter into its flats."""
         flats = states.flats
         assert flats is not None
-        layout = states.layout
-        with torch.no_grad():
-            for target in {id(f): f for f in (flats.compute, flats.master)}.values():
-                for view, p in zip(views_of(target, layout.slices), states.parameters, strict=True):
-                    view.copy_(p.detach())
-            if optimizer is not None:
+        s = states.layout.slices[index]
+        for flat in {id(f): f for f in (flats.compute, flats.master)}.values():
+            flat.as_strided(s.shape, s.stride, flat.storage_offset() + s.offset).copy_(value)
+
+    def _adopt(self, states: UnitStates, optimizer: torch.optim.Optimizer | None) -> None:
+        """Take a unit's optimizer state, and make its parameters views of its flats."""
+        if optimizer is not None:
+            with torch.no_grad():
                 _take_states(states, optimizer)
-        dtype = states.parameters[0].dtype
-        states.visible = next((f for f in (flats.master, flats.compute) if f.dtype == dtype), None)
         self._expose(states)
+        self.flush(states)
+
+    def write(
+        self, values: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Write parameters by name, as they come; each unit's are exposed with its last one.
+
+        Args:
+            values: of any floating dtype.
+            optimizer: has states for these units, to be taken over.
+        """
+        where = {
+            s.name: (states, i) for states in self.units for i, s in enumerate(states.layout.slices)
+        }
+        written: dict[int, int] = {}
+        for name, value in values:
+            states, i = where[name]
+            p = states.parameters[i]
+            with torch.no_grad():
+                self._write(states, i, value)
+                if states.visible is None:  # it keeps memory of its own
+                    if p.is_meta:
+                        realize(p, torch.empty_like(p, device="cpu"))
+                    p.copy_(value)
+            written[states.index] = written.get(states.index, 0) + 1
+            if written[states.index] == len(states.parameters):
+                self._adopt(states, optimizer)
 
     def _expose(self, states: UnitStates) -> None:
         if states.visible is not None:
             views = views_of(states.visible, states.layout.slices)
             for p, view in zip(states.parameters, views, strict=True):
-                p.data = _alone(view)
+                if p.is_meta:
+                    realize(p, _alone(view))
+                else:
+                    p.data = _alone(view)
         states.versions = [version_of(p) for p in states.parameters]
 
     def sync_from_user(self, *, behind: bool = False) -> None:
@@ -317,10 +362,23 @@ class ModelStates:
             states.home[0].release(*states.home[1:], states.num_bytes)
         states.home = None if arena is None else (arena, 0)
 
-    def flush(self) -> None:
-        """Make writes through the SSD mapping visible to direct reads of the file."""
-        if self.file is not None:
+    def flush(self, written: UnitStates | None = None) -> None:
+        """Make writes through the SSD mapping visible to direct reads of the file.
+
+        Args:
+            written: the one unit that was written, if it was one: its pages leave the process.
+        """
+        if self.file is not None and (written is None or written.tier == "ssd"):
             self.file.flush()
+            if written is not None:
+                assert self._mapping is not None
+                end = written.offset + written.num_bytes
+                forget_pages(self._mapping[written.offset : end])
+
+    def forget(self) -> None:
+        """Let pages of the SSD mapping that were only read leave the process."""
+        if self._mapping is not None:
+            forget_pages(self._mapping)
 
     def reachable(self, states: UnitStates) -> Tensor:
         """A host unit's compute copy as a tensor of the compute device, without a copy."""
@@ -329,12 +387,28 @@ class ModelStates:
             states.direct = on_device(states.flats.compute, self.device)
         return states.direct
 
-    def take_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over states that the optimizer has loaded."""
-        with torch.no_grad():
-            for states in self.units:
+    def take_states(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lend: Callable[[Mapping[str, nn.Parameter]], None] | None = None,
+    ) -> None:
+        """Take over states that the optimizer has loaded.
+
+        Args:
+            optimizer: the user's.
+            lend: puts states of the parameters that it is given into the optimizer; called for
+                one unit after another.
+        """
+        for states in self.units:
+            if lend is not None:
+                lend(
+                    dict(
+                        zip((s.name for s in states.layout.slices), states.parameters, strict=True)
+                    )
+                )
+            with torch.no_grad():
                 _take_states(states, optimizer)
-        self.flush()
+            self.flush(states)
 
     def release(self, optimizer: torch.optim.Optimizer) -> None:
         """Take back what `give_back` gave."""

@@ -1,0 +1,678 @@
+"""Where a model's weights come from: safetensors files, a mapping of tensors, or initialization.
+
+Everything is checked before anything is allocated; then the values come one parameter at a time,
+and go straight into the tiers (`runtime.states`), so that a model on the meta device is loaded or
+initialized with no more memory than its plan has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from lohan_fx._compat import TorchDispatchMode, storage_key
+from lohan_fx.annotate import block_paths
+from lohan_fx.errors import CheckpointError, LohanError
+
+WeightsArgument: TypeAlias = str | Path | Mapping[str, Tensor]
+"""A .safetensors file, a directory of them, a mapping name → tensor, or the string "init"."""
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Names of dtypes in safetensors files."""
+
+_REOPEN_BYTES = 64 << 20
+"""A file is mapped anew after so many bytes, so that what was read leaves the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a store has under a name. `dtype` is None for a kind that torch here does not know."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+class Store(Protocol):
+    """Tensors by name, read one at a time."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def infos(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, keys: Iterable[str]) -> Iterator[Tensor]:
+        """Yield the tensors in this order. One is valid until the next is asked for."""
+
+
+class FileStore:
+    """Tensors in safetensors files. Only headers are read until `read`.
+
+    Args:
+        files: key → the file that has it; None for every key of that file.
+        name: what messages call it.
+
+    Raises:
+        CheckpointError: a file is missing, cut short or damaged, or lacks a key.
+    """
+
+    def __init__(self, files: Iterable[tuple[Path, Container[str] | None]], name: str) -> None:
+        self.name = name
+        self.infos: dict[str, TensorInfo] = {}
+        self.files: dict[str, Path] = {}
+        for path, wanted in files:
+            with _opened(path) as file:
+                for key in file.keys():  # noqa: SIM118 - not a mapping
+                    if wanted is None or key in wanted:
+                        part = file.get_slice(key)
+                        dtype = DTYPES.get(part.get_dtype())
+                        self.infos[key] = TensorInfo(tuple(part.get_shape()), dtype)
+                        self.files[key] = path
+
+    def read(self, keys: Iterable[str]) -> Iterator[Tensor]:
+        path: Path | None = None
+        num_bytes = 0
+        with ExitStack() as stack:
+            file: Any = None
+            for key in keys:
+                if self.files[key] != path or num_bytes > _REOPEN_BYTES:
+                    stack.close()
+                    path, num_bytes = self.files[key], 0
+                    file = stack.enter_context(_opened(path))
+                try:
+                    tensor: Tensor = file.get_tensor(key)
+                except SafetensorError as error:
+                    raise CheckpointError(f"cannot read {key} from {path}: {error}") from error
+                num_bytes += tensor.nbytes
+                yield tensor
+                del tensor
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is no complete safetensors file: {error}; it was cut short, damaged, or is of "
+            "another format"
+        ) from error
+
+
+class MappingStore:
+    """Tensors that are there already."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        for key, value in tensors.items():
+            if not isinstance(value, Tensor) or value.is_meta:
+                kind = "a meta tensor" if isinstance(value, Tensor) else type(value).__name__
+                raise LohanError(f"weights[{key!r}] is {kind}: give tensors that have data")
+        self.name = "the mapping"
+        self.infos = {k: TensorInfo(tuple(t.shape), t.dtype) for k, t in tensors.items()}
+        self._tensors = tensors
+
+    def read(self, keys: Iterable[str]) -> Iterator[Tensor]:
+        for key in keys:
+            yield self._tensors[key].detach()
+
+
+def open_store(weights: WeightsArgument) -> Store:
+    """Find the files behind ``weights=`` and read their headers.
+
+    Raises:
+        CheckpointError: there is no such file, or it is damaged.
+    """
+    if isinstance(weights, Mapping):
+        return MappingStore(weights)
+    path = Path(weights)
+    if path.is_dir():
+        return sharded(path, WHOLE, INDEX)
+    if path.name.endswith(".index.json"):
+        return sharded(path.parent, "", path.name)
+    if path.suffix != ".safetensors" and path.exists():
+        raise CheckpointError(
+            f"{path} is no .safetensors file: convert it with safetensors.torch.save_file, or pass "
+            "weights={name: tensor}"
+        )
+    return FileStore([(path, None)], str(path))
+
+
+def sharded(directory: Path, whole: str, index: str) -> FileStore:
+    """The file `whole`, or the shards that `index` names, in a directory."""
+    if (directory / whole).is_file():
+        return FileStore([(directory / whole, None)], str(directory / whole))
+    path = directory / index
+    if not path.is_file():
+        there = sorted(p.name for p in directory.iterdir())[:8]
+        raise CheckpointError(
+            f"{directory} has neither {whole} nor {index}; it has "
+            f"{', '.join(there) or 'nothing'}: give the .safetensors file itself"
+        )
+    try:
+        places = json.loads(path.read_text())["weight_map"]
+        files: dict[str, set[str]] = {}
+        for key, file in places.items():
+            files.setdefault(file, set()).add(key)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors files: {error!r}") from error
+    store = FileStore([(directory / file, keys) for file, keys in files.items()], str(path))
+    lost = [f"{key} (in {places[key]})" for key in places if key not in store.infos]
+    if lost:
+        raise CheckpointError(f"{path} names tensors that are not there: {_listed(lost)}")
+    return store
+
+
+# ---------------------------------------------------------------------------------------------
+# Matching names
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A parameter or persistent buffer of a model, with all of its names in ``state_dict()``."""
+
+    names: tuple[str, ...]
+    tensor: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def places_of(model: nn.Module) -> list[Place]:
+    """What belongs into a file of the model's weights; tied parameters come once.
+
+    Raises:
+        LohanError: ``state_dict()`` has something that is no parameter and no buffer.
+    """
+    known = {id(t) for t in (*model.parameters(), *model.buffers())}
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in known:
+            raise LohanError(
+                f"state_dict() of the {type(model).__name__} has {name}, a "
+                f"{type(value).__name__} that is neither a parameter nor a buffer: register it as "
+                "a buffer, or save it with extra="
+            )
+        names.setdefault(id(value), []).append(name)
+        tensors[id(value)] = value
+    return [Place(tuple(found), tensors[key]) for key, found in names.items()]
+
+
+def match(model: nn.Module, places: Sequence[Place], store: Store) -> dict[str, str]:
+    """First name of each place → its key in the store.
+
+    Any name of a tied parameter will do. Dtypes may differ within floating point.
+
+    Raises:
+        CheckpointError: names all keys that are missing, unexpected, or do not fit.
+    """
+    found: dict[str, str] = {}
+    missing: list[str] = []
+    wrong: list[str] = []
+    for place in places:
+        keys = [name for name in place.names if name in store.infos]
+        if not keys:
+            missing.append(f"{' = '.join(place.names)} {_text(place.tensor)}")
+            continue
+        found[place.name] = keys[0]
+        info = store.infos[keys[0]]
+        kinds = [d is not None and d.is_floating_point for d in (info.dtype, place.tensor.dtype)]
+        if info.shape != tuple(place.tensor.shape) or info.dtype is None or len(set(kinds)) > 1:
+            wrong.append(f"{keys[0]}: file {_text(info)}, model {_text(place.tensor)}")
+    known = {name for place in places for name in place.names}
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # transformers
+    unexpected = [
+        f"{key} {_text(info)}"
+        for key, info in store.infos.items()
+        if key not in known and not any(re.search(p, key) for p in patterns)
+    ]
+    problems = {"missing": missing, "unexpected": unexpected, "of another shape or kind": wrong}
+    lines = [f"{what} ({len(keys)}): {_listed(keys)}" for what, keys in problems.items() if keys]
+    if lines:
+        raise CheckpointError(
+            "\n  ".join([f"{store.name} does not fit the {type(model).__name__}:", *lines])
+            + (_prefix_hint(known, store.infos) or _inner_hint(known, store.infos))
+        )
+    _check_tied(places, store)
+    return found
+
+
+def _check_tied(places: Sequence[Place], store: Store) -> None:
+    """Refuse a file in which the names of one parameter have different values."""
+    for place in places:
+        keys = [name for name in place.names if name in store.infos]
+        for first, other in itertools.pairwise(keys):
+            a, b = (next(iter(store.read([key]))) for key in (first, other))
+            if a.shape != b.shape or not torch.equal(a, b.to(a.dtype)):
+                raise CheckpointError(
+                    f"{first} and {other} are one parameter of the model and have different values "
+                    f"in {store.name}: untie them in the model, or leave one out of the weights"
+                )
+
+
+def _text(tensor: Tensor | TensorInfo) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.") if tensor.dtype else "a dtype torch lacks"
+    return f"{tuple(tensor.shape)} {dtype}"
+
+
+def _listed(names: Sequence[str], most: int = 20) -> str:
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _prefix_hint(known: Container[str], infos: Mapping[str, TensorInfo]) -> str:
+    """Say so if all names fit but for a prefix."""
+    heads = {key[: i + 1] for key in infos for i, c in enumerate(key) if c == "."}
+    for head in sorted(heads, key=len):
+        if all(key.startswith(head) and key.removeprefix(head) in known for key in infos):
+            return (
+                f"\n  names fit without {head!r}: the file is of an outer module. Compile that "
+                f"module, or pass weights={{name.removeprefix({head!r}): tensor, …}}"
+            )
+    return ""
+
+
+def _inner_hint(known: Iterable[str], infos: Container[str]) -> str:
+    """Say so if the file's names fit after a prefix."""
+    known = set(known)
+    heads = {key[: i + 1] for key in known for i, c in enumerate(key) if c == "."}
+    for head in sorted(heads, key=len):
+        within = [key for key in known if key.startswith(head)]
+        if sum(key.removeprefix(head) in infos for key in within) * 2 > len(within):
+            return (
+                f"\n  most names fit after {head!r}: the file is of the inner module "
+                f"{head.removesuffix('.')}. Pass weights={{{head!r} + name: tensor, …}}, with what "
+                "is missing"
+            )
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------
+# Sources
+# ---------------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """Values for parameters on the meta device, when memory for them has been made."""
+
+    def stream(self, model: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each of the parameters once, by first name, in any order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """Values from a store, under the keys that `match` found."""
+
+    store: Store
+    keys: Mapping[str, str]
+
+    def stream(self, model: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        return zip(names, self.store.read(self.keys[n] for n in names), strict=True)
+
+
+def resolve(model: nn.Module, weights: WeightsArgument | None) -> Source | None:
+    """Check ``weights=`` against the model; give its meta buffers their values.
+
+    Parameters stay as they are; see `fill`.
+
+    Raises:
+        CheckpointError: names do not fit, or a file is damaged.
+        LohanError: something stays without a value: the message says what.
+    """
+    on_meta = [n for n, p in model.named_parameters() if p.is_meta]
+    if weights is None:
+        if on_meta:
+            raise LohanError(
+                f"parameter {on_meta[0]} is on the meta device: it has no data to train (as "
+                f"{len(on_meta)} parameters have none). Pass weights=path (safetensors), or "
+                'weights="init", or load or initialize the model first'
+            )
+        return None
+    if isinstance(weights, str) and weights == "init":
+        return Initialization(model)
+    if not isinstance(weights, (str, Path, Mapping)):
+        raise LohanError(
+            f"weights={weights!r}: give a path, a mapping name → tensor, or the string 'init'"
+        )
+    store = open_store(weights)
+    return take(model, places_of(model), store)
+
+
+def take(model: nn.Module, places: Sequence[Place], store: Store) -> StoredWeights:
+    """Match a store to a model and load its meta buffers, those that no file has included."""
+    source = StoredWeights(store, match(model, places, store))
+    _restore_buffers(model, {id(place.tensor) for place in places})
+    buffers = [p for p in places if p.tensor.is_meta and not isinstance(p.tensor, nn.Parameter)]
+    for place, value in zip(buffers, store.read(source.keys[p.name] for p in buffers), strict=True):
+        realize(place.tensor, torch.empty_like(place.tensor, device="cpu").copy_(value))
+    return source
+
+
+def fill(model: nn.Module, places: Sequence[Place], source: StoredWeights) -> None:
+    """Copy values into what has memory: parameters and buffers of an ordinary module."""
+    real = [p for p in places if not p.tensor.is_meta]
+    values = source.store.read(source.keys[p.name] for p in real)
+    with torch.no_grad():
+        for place, value in zip(real, values, strict=True):
+            place.tensor.copy_(value)
+
+
+def realize(tensor: Tensor, data: Tensor) -> None:
+    """Make a meta tensor the tensor `data`; who holds it (an optimizer, a tied layer) sees that.
+
+    Raises:
+        LohanError: something refers to the tensor in a way that forbids it.
+    """
+    made = data
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(data, requires_grad=tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    try:
+        torch.utils.swap_tensors(tensor, made)
+    except RuntimeError as error:
+        raise LohanError(
+            f"a meta tensor of shape {tuple(tensor.shape)} cannot get its data: {error}"
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------
+# Initialization
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Step:
+    """The calls that initialize one module, and the parameters that they write (first names)."""
+
+    module: str
+    calls: list[Callable[[], object]]
+    writes: list[str]
+
+    def run(self) -> None:
+        for call in self.calls:
+            try:
+                with torch.no_grad():
+                    call()
+            except Exception as error:
+                name = getattr(call, "__qualname__", "its initialization")
+                raise LohanError(
+                    f"{name} of {self.module or 'the model'} failed: {error}. Load "
+                    "weights=path, or initialize the model before lohan_fx.compile"
+                ) from error
+
+
+class Initialization:
+    """Random values from the modules' own initialization, one module at a time.
+
+    Each module's ``reset_parameters()`` runs (or ``_reset_parameters()``), in the order of
+    ``model.modules()``: the values are those that ``model.to_empty(device="cpu")`` and the same
+    calls give eager PyTorch, with the CPU generator in the same state. In a model with
+    ``_init_weights(module)``, as those of transformers, that runs for each module instead,
+    children first (as ``init_weights()`` does), after a ``reset_parameters()`` of modules of which
+    it leaves out something.
+
+    Tied parameters are drawn under each name, as they would be before they are tied, and have the
+    values of the first.
+
+    A rehearsal on the meta device says what each call writes, sets the buffers, and finds what
+    nothing would initialize. A parameter's memory exists from the first call that writes it until
+    the last.
+
+    Raises:
+        LohanError: names what no call initializes, what has data already, the call that failed,
+            or the call that writes parameters of several blocks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        real = [n for n, p in model.named_parameters() if not p.is_meta]
+        if real:
+            raise LohanError(
+                f'weights="init" initializes a model on the meta device, and {real[0]} '
+                f"({len(real)} in all) has data: build the whole model under torch.device('meta')"
+            )
+        buffers = [b for b in model.buffers() if b.is_meta]
+        with _Rehearsal(model, buffers) as rehearsal:
+            self._steps = rehearsal.steps(dict(model.named_modules()))
+            written = {n for step in self._steps for n in step.writes}
+            lost = [n for n, _ in model.named_parameters() if n not in written]
+            rehearsal.check(lost)
+        blocks = block_paths(model)
+        for step in self._steps:
+            of = {blocks.get(n.rpartition(".")[0]) for n in step.writes} - {None}
+            if len(of) > 1:
+                raise LohanError(
+                    f"the initialization of {step.module or 'the model'} writes parameters of "
+                    f"{len(of)} blocks at once, which need not fit into memory: give each module a "
+                    "reset_parameters() of its own"
+                )
+
+    def stream(self, model: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Run the calls, and yield parameters as they are finished."""
+        last = {n: i for i, step in enumerate(self._steps) for n in step.writes}
+        slots = _slots(model)
+        made: set[str] = set()
+        try:
+            for i, step in enumerate(self._steps):
+                for name in step.writes:
+                    if name not in made:
+                        slots[name].put(slots[name].like("cpu"))
+                        made.add(name)
+                step.run()
+                for name in step.writes:
+                    if last[name] == i:
+                        value = slots[name].module._parameters[slots[name].key]
+                        slots[name].put(slots[name].parameter)
+                        made.remove(name)
+                        if name in names:
+                            assert value is not None
+                            yield name, value.detach()
+                        del value
+        finally:
+            for name in made:
+                slots[name].put(slots[name].parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a module holds a parameter. A tied parameter has several, of which one is `first`."""
+
+    module: nn.Module
+    key: str
+    parameter: nn.Parameter
+    first: bool
+
+    def put(self, parameter: nn.Parameter) -> None:
+        self.module._parameters[self.key] = parameter
+
+    def like(self, device: str) -> nn.Parameter:
+        """A new parameter for this slot, without values."""
+        p = self.parameter
+        made = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
+        made.__dict__.update(p.__dict__)
+        return made
+
+
+def _slots(model: nn.Module) -> dict[str, _Slot]:
+    found: dict[str, _Slot] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for key, p in module._parameters.items():
+            if p is not None:
+                name = f"{path}.{key}" if path else key
+                found[name] = _Slot(module, key, p, id(p) not in seen)
+                seen.add(id(p))
+    return found
+
+
+class _Rehearsal:
+    """Runs initialization with parameters on the meta device, and buffers in memory.
+
+    Random numbers that it draws are not missed by anyone. After an error the buffers are on the
+    meta device as before.
+    """
+
+    def __init__(self, model: nn.Module, buffers: Sequence[Tensor]) -> None:
+        self._model = model
+        self._buffers = buffers
+        self._names = {id(b): n for n, b in model.named_buffers()}
+        self._slots = _slots(model)
+        self._written: set[int] = set()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Rehearsal:
+        self._stack.enter_context(torch.random.fork_rng(devices=[]))
+        for buffer in self._buffers:
+            realize(buffer, torch.empty_like(buffer, device="cpu"))
+        for slot in self._slots.values():
+            if not slot.first:
+                slot.put(slot.like("meta"))
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._stack.close()
+        for slot in self._slots.values():
+            slot.put(slot.parameter)
+        if kind is not None:
+            for buffer in self._buffers:
+                realize(buffer, torch.empty_like(buffer, device="meta"))
+
+    def check(self, lost: Sequence[str]) -> None:
+        """Raise if parameters are `lost`, or buffers were not written."""
+        there = {id(b) for b in self._model.buffers()}  # a call may have replaced some
+        buffers = [
+            f"buffer {self._names[id(b)]}"
+            for b in self._buffers
+            if id(b) in there and storage_key(b) not in self._written
+        ]
+        found = [*(f"parameter {n}" for n in lost), *buffers]
+        if found:
+            raise LohanError(
+                f"{_listed(found)}: on the meta device, in no file, and initialized by no module. "
+                "Give the module that owns it a reset_parameters() that fills it in place; or "
+                "keep buffers off the meta device (accelerate.init_empty_weights does, or assign "
+                "them after construction), and load parameters with weights=path"
+            )
+
+    def steps(self, modules: Mapping[str, nn.Module]) -> list[_Step]:
+        """Rehearse the initialization of these modules, in its order."""
+        by_storage = {storage_key(p): n for n, p in self._model.named_parameters()}
+        found: list[_Step] = []
+        for name, module, init in _in_order(self._model):
+            if name not in modules:
+                continue
+            own = {
+                storage_key(t)
+                for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            }
+            reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+            calls = [] if init is None else [init]
+            wrote = self._run(name, calls)
+            if callable(reset) and not own <= wrote:
+                wrote |= self._run(name, [reset])
+                calls.insert(0, reset)
+                if init is not None:  # as it will be: the last word is its own
+                    self._run(name, [init])
+            writes = [by_storage[key] for key in wrote if key in by_storage]
+            found.append(_Step(name, calls, sorted(writes)))
+        return found
+
+    def _run(self, name: str, calls: list[Callable[[], object]]) -> set[int]:
+        """Storages that the calls write."""
+        before = {id(p) for p in self._model.parameters()}
+        with _Writes() as writes:
+            _Step(name, calls, []).run()
+        if not {id(p) for p in self._model.parameters()} <= before:
+            raise LohanError(
+                f"the initialization of {name or 'the model'} replaces parameters: it must fill "
+                "those that are there in place (with torch.nn.init)"
+            )
+        self._written |= writes.storages
+        return writes.storages
+
+
+class _Writes(TorchDispatchMode):
+    """Collects the storages that ops write into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            alias = argument.alias_info
+            if alias is not None and alias.is_write and isinstance(value, Tensor):
+                self.storages.add(storage_key(value))
+        return func(*args, **(kwargs or {}))
+
+
+def _in_order(model: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[[], object] | None]]:
+    """(name, module, its owner's ``_init_weights`` for it) in the order of initialization."""
+    seen: set[int] = set()
+
+    def children_first(
+        name: str, module: nn.Module, init: Callable[[nn.Module], object] | None
+    ) -> Iterator[tuple[str, nn.Module, Callable[[], object] | None]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        init = getattr(module, "_init_weights", init)
+        for key, child in module.named_children():
+            yield from children_first(f"{name}.{key}" if name else key, child, init)
+        yield name, module, None if init is None else partial(init, module)
+
+    if any(hasattr(m, "_init_weights") for m in model.modules()):
+        yield from children_first("", model, None)
+    else:
+        for name, module in model.named_modules():
+            yield name, module, None
+
+
+def _restore_buffers(model: nn.Module, loaded: Container[int]) -> None:
+    """Give meta buffers that are in no file their values, by their modules' initialization."""
+    buffers = {id(b): b for b in model.buffers() if b.is_meta and id(b) not in loaded}
+    owners = {
+        n: m
+        for n, m in model.named_modules()
+        if any(id(b) in buffers for b in m.buffers(recurse=False))
+    }
+    if buffers:
+        with _Rehearsal(model, list(buffers.values())) as rehearsal:
+            rehearsal.steps(owners)
+            rehearsal.check([])
