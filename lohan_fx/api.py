@@ -192,7 +192,7 @@ def compile(
         source,
     )
     if isinstance(source, StoredWeights):
-        fill(model, places_of(model), source)
+        fill(places_of(model), source)
     cls = type(model)
     model.__dict__["_lohan"] = compiled
     model.__class__ = type(cls.__name__, (LohanModule, cls), {"__module__": cls.__module__})

@@ -201,6 +201,7 @@ class CompiledModel:
             Refinement(options.device) if options.refine and options.plan is None else None
         )
         self.source = source
+        self.masters: Sequence[str] = ()
         self.pending_states: Callable[[Mapping[str, nn.Parameter]], None] | None = None
         self._said: set[str] = set()
         self._scratch: dict[Any, int] = {}
@@ -232,13 +233,11 @@ class CompiledModel:
                 optimizer.register_step_pre_hook(_Call(self, CompiledModel.finish_step)),
                 optimizer.register_state_dict_pre_hook(_Call(self, CompiledModel.lend_states)),
                 optimizer.register_state_dict_post_hook(_Call(self, CompiledModel.unlend_states)),
-                optimizer.register_load_state_dict_pre_hook(
-                    _Call(self, CompiledModel._check_ended)
-                ),
+                optimizer.register_load_state_dict_pre_hook(_Call(self, CompiledModel.check_ended)),
                 optimizer.register_load_state_dict_post_hook(
                     _Call(self, CompiledModel.take_states)
                 ),
-                model.register_load_state_dict_pre_hook(_Call(self, CompiledModel.sync)),
+                model.register_load_state_dict_pre_hook(_Call(self, CompiledModel._other_weights)),
             ]
             for p in model.parameters():
                 made = optimizer.state.get(p, {}).values() if p.is_meta else ()
@@ -529,9 +528,12 @@ class CompiledModel:
                 memory.file,
                 self.source,
             )
+            if self.masters and self.source is not None:
+                memory.states.write(self.source.stream(self.model, self.masters))
             if self.pending_states is not None and self.optimizer is not None:
                 memory.states.take_states(self.optimizer, self.pending_states)
             self.source = self.pending_states = None
+            self.masters = ()
             self._connect(memory, workload, plan)
         except BaseException:
             memory.close()
@@ -751,13 +753,18 @@ class CompiledModel:
         if updater is not None and not updater.pending:
             updater.join()
 
+    def _other_weights(self) -> None:
+        """Weights come by load_state_dict(): masters of a checkpoint are of no use any more."""
+        self.sync()
+        self.masters = ()
+
     def lend_states(self) -> None:
         """Let the optimizer have its states while it makes its state_dict().
 
         Raises:
             StepError: backward has begun a step that optimizer.step() has not ended.
         """
-        self._check_ended()
+        self.check_ended()
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.give_back(self.optimizer)
         self._materialize_states()
@@ -789,7 +796,7 @@ class CompiledModel:
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.release(self.optimizer)
 
-    def _check_ended(self) -> None:
+    def check_ended(self) -> None:
         """Finish the last step; refuse if it is under way: states are half updated then."""
         updater = self.memory.updater if self.memory is not None else None
         if updater is not None and updater.pending:

@@ -101,6 +101,11 @@ class FileStore:
                         self.infos[key] = TensorInfo(tuple(part.get_shape()), dtype)
                         self.files[key] = path
 
+    def join(self, other: FileStore, keys: Iterable[str]) -> None:
+        """Have these tensors of another store, too."""
+        for key in keys:
+            self.infos[key], self.files[key] = other.infos[key], other.files[key]
+
     def read(self, keys: Iterable[str]) -> Iterator[Tensor]:
         path: Path | None = None
         num_bytes = 0
@@ -370,21 +375,28 @@ def resolve(model: nn.Module, weights: WeightsArgument | None) -> Source | None:
             f"weights={weights!r}: give a path, a mapping name → tensor, or the string 'init'"
         )
     store = open_store(weights)
-    return take(model, places_of(model), store)
+    places = places_of(model)
+    keys = match(model, places, store)
+    take_buffers(model, places, store, keys)
+    return StoredWeights(store, keys)
 
 
-def take(model: nn.Module, places: Sequence[Place], store: Store) -> StoredWeights:
-    """Match a store to a model and load its meta buffers, those that no file has included."""
-    source = StoredWeights(store, match(model, places, store))
+def take_buffers(
+    model: nn.Module, places: Sequence[Place], store: Store, keys: Mapping[str, str]
+) -> None:
+    """Give meta buffers their values: from the store, or from their modules' initialization.
+
+    Raises:
+        LohanError: names the buffers that nothing gives a value.
+    """
     _restore_buffers(model, {id(place.tensor) for place in places})
     buffers = [p for p in places if p.tensor.is_meta and not isinstance(p.tensor, nn.Parameter)]
-    for place, value in zip(buffers, store.read(source.keys[p.name] for p in buffers), strict=True):
+    for place, value in zip(buffers, store.read(keys[p.name] for p in buffers), strict=True):
         realize(place.tensor, torch.empty_like(place.tensor, device="cpu").copy_(value))
-    return source
 
 
-def fill(model: nn.Module, places: Sequence[Place], source: StoredWeights) -> None:
-    """Copy values into what has memory: parameters and buffers of an ordinary module."""
+def fill(places: Sequence[Place], source: StoredWeights) -> None:
+    """Copy values into what has memory."""
     real = [p for p in places if not p.tensor.is_meta]
     values = source.store.read(source.keys[p.name] for p in real)
     with torch.no_grad():
@@ -602,7 +614,7 @@ class _Rehearsal:
             reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
             calls = [] if init is None else [init]
             wrote = self._run(name, calls)
-            if callable(reset) and not own <= wrote:
+            if callable(reset) and (init is None or not own <= wrote):
                 wrote |= self._run(name, [reset])
                 calls.insert(0, reset)
                 if init is not None:  # as it will be: the last word is its own

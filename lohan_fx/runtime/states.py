@@ -8,7 +8,7 @@ or in a mapping of the SSD file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -430,6 +430,13 @@ class ModelStates:
                     names = states.optimizer.state_names(i)
                     entry.update({name: _alone(moments[name][i]) for name in names})
                     optimizer.state[p] = entry
+
+    def hidden_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Masters by name where the user's parameter is the compute copy, of less precision."""
+        for states in self.units:
+            if states.mixed and states.flats is not None and states.visible is states.flats.compute:
+                views = views_of(states.flats.master, states.layout.slices)
+                yield from zip((s.name for s in states.layout.slices), views, strict=True)
 
     def resident_views(self) -> dict[str, Tensor]:
         """Name → what the graph reads, for parameters of units in the device tier."""
