@@ -29,6 +29,7 @@ import lohan_fx
 import lohan_fx.checkpoint
 from lohan_fx.errors import CheckpointError, LohanError, StepError, StorageError
 from tests.models import make
+from tests.test_weights import measured
 from tests.toys import meta
 from tests.training import cpu_hardware, identical, remember_captures
 
@@ -402,6 +403,45 @@ def test_latest(tmp_path: Path) -> None:
     (tmp_path / "step-11").mkdir()
     (tmp_path / "file").write_text("")
     assert lohan_fx.latest(tmp_path) == tmp_path / "step-10"
+
+
+SAVES_AND_LOADS = """
+    model, optimizer = compile(meta(build), "init", momentum=0.9)
+    x = torch.ones(2, 512)
+    def step():
+        model(x).square().mean().backward()
+        optimizer.step()
+    step()
+    step()
+    print("model", 2 * 4 * sum(p.numel() for p in model.parameters()))
+    with grows("save"):
+        lohan_fx.save(model, directory / "c")
+    weight = model[31][1].weight[:3].clone()
+    momentum = {k: v.clone() for k, v in optimizer.state_dict()["state"][127].items()}
+    step()
+    assert not torch.equal(model[31][1].weight[:3], weight)
+    with grows("load"):
+        lohan_fx.load(model, directory / "c")
+    assert torch.equal(model[31][1].weight[:3], weight)
+    assert all(map(torch.equal, optimizer.state_dict()["state"][127].values(), momentum.values()))
+    model.lohan.close()
+    model, optimizer = compile(meta(build), "init", momentum=0.9)
+    with grows("start"):
+        lohan_fx.load(model, directory / "c")
+        program = model.lohan.prepare(x)
+    print("planned", sum(footprint.host_bytes_needed(program.workload, program.plan).values()))
+    assert torch.equal(model[31][1].weight[:3], weight)
+"""
+
+
+@pytest.mark.slow
+def test_saving_and_loading_take_no_second_copy(tmp_path: Path) -> None:
+    """Anonymous memory (RssAnon and RssShmem) for a model of 537 MB with its states, on SSD."""
+    found = measured(SAVES_AND_LOADS, str(tmp_path))
+    assert found["model"] > 536e6
+    assert found["save"] < 2**25, found
+    assert found["load"] < 2**25, found
+    assert found["start"] < found["planned"] + 2**26, found
 
 
 # -- order of calls ----------------------------------------------------------------------------
