@@ -135,9 +135,11 @@ def compile(
             `save`, too), or a mapping name → tensor. Names, shapes and kinds are checked now, for
             all parameters and persistent buffers; at the first forward the values stream into
             the tiers, unit by unit, cast to the model's dtypes. Parameters that have data are
-            loaded at once. "init" runs the modules' own initialization instead, with the random
-            numbers that follow at the first forward (`lohan_fx.weights.Initialization`). Buffers
-            that no file has get their values from their modules' initialization.
+            loaded at once, or keep it if others are on the meta device and the file lacks them
+            (a new head, adapters). "init" runs the modules' own initialization instead, with
+            the random numbers that follow at the first forward
+            (`lohan_fx.weights.Initialization`). Buffers that no file has get their values from
+            their modules' initialization.
 
     Raises:
         UnsupportedOptimizerError: the optimizer's update is not elementwise.

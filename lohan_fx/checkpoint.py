@@ -273,7 +273,7 @@ def _load_weights(
         return
     states = compiled.memory.states
     names = [s.name for unit in states.units for s in unit.layout.slices]
-    states.write(source.stream(compiled.model, names))
+    states.write(source.stream(compiled.model, names), names)
     fill([p for p in places if not isinstance(p.tensor, nn.Parameter)], source)
 
 
@@ -721,29 +721,36 @@ def _workspace(target: Path) -> Iterator[Path]:
             lock = _lock(path)
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
-    path, lock = _locked_directory(target.parent, prefix)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
+    with _new_directory(target.parent, prefix) as path:
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def _locked_directory(parent: Path, prefix: str) -> tuple[Path, int]:
-    """A new directory and the descriptor of its lock. Another save may take it for a dead one's
-    before it is locked: then there is another."""
-    while True:
-        path = parent / f"{prefix}{secrets.token_hex(8)}"
-        path.mkdir()
-        with contextlib.suppress(FileNotFoundError, BlockingIOError):
-            lock = _lock(path)
+@contextlib.contextmanager
+def _new_directory(parent: Path, prefix: str) -> Iterator[Path]:
+    """Make a directory and hold its lock. Before it is held, another save may remove it as a dead
+    one's: then there is another. Where there are no locks, nobody removes what dead ones left."""
+    with contextlib.ExitStack() as stack:
+        while True:
+            path = parent / f"{prefix}{secrets.token_hex(8)}"
+            path.mkdir()
+            try:
+                lock = _lock(path)
+            except (BlockingIOError, FileNotFoundError):
+                continue
+            except OSError:
+                break
+            stack.callback(os.close, lock)
             if os.fstat(lock).st_nlink:
-                return path, lock
-            os.close(lock)
+                break
+        yield path
 
 
 def _lock(path: Path) -> int:
-    """Lock a directory. Raises BlockingIOError if somebody else has."""
+    """Lock a directory. Raises BlockingIOError if somebody else has, another OSError where the
+    file system has no locks."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -787,6 +794,9 @@ def _sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that syncs no directories
+            raise
     finally:
         os.close(fd)
 

@@ -529,7 +529,7 @@ class CompiledModel:
                 self.source,
             )
             if self.masters and self.source is not None:
-                memory.states.write(self.source.stream(self.model, self.masters))
+                memory.states.write(self.source.stream(self.model, self.masters), self.masters)
             if self.pending_states is not None and self.optimizer is not None:
                 memory.states.take_states(self.optimizer, self.pending_states)
             self.source = self.pending_states = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 from lohan_fx._compat import TorchDispatchMode, storage_key
 from lohan_fx.annotate import block_paths
 from lohan_fx.errors import CheckpointError, LohanError
+
+logger = logging.getLogger("lohan_fx")
 
 WeightsArgument: TypeAlias = str | Path | Mapping[str, Tensor]
 """A .safetensors file, a directory of them, a mapping name → tensor, or the string "init"."""
@@ -238,10 +241,14 @@ def places_of(model: nn.Module) -> list[Place]:
     return [Place(tuple(found), tensors[key]) for key, found in names.items()]
 
 
-def match(model: nn.Module, places: Sequence[Place], store: Store) -> dict[str, str]:
+def match(
+    model: nn.Module, places: Sequence[Place], store: Store, *, keep: bool = False
+) -> dict[str, str]:
     """First name of each place → its key in the store.
 
-    Any name of a tied parameter will do. Dtypes may differ within floating point.
+    Any name of a tied parameter will do. Dtypes may differ within floating point. A buffer that
+    the model does not save may be in the store all the same. With `keep`, what has data need not
+    be there.
 
     Raises:
         CheckpointError: names all keys that are missing, unexpected, or do not fit.
@@ -251,6 +258,8 @@ def match(model: nn.Module, places: Sequence[Place], store: Store) -> dict[str, 
     wrong: list[str] = []
     for place in places:
         keys = [name for name in place.names if name in store.infos]
+        if not keys and keep and not place.tensor.is_meta:
+            continue
         if not keys:
             missing.append(f"{' = '.join(place.names)} {_text(place.tensor)}")
             continue
@@ -260,6 +269,7 @@ def match(model: nn.Module, places: Sequence[Place], store: Store) -> dict[str, 
         if info.shape != tuple(place.tensor.shape) or info.dtype is None or len(set(kinds)) > 1:
             wrong.append(f"{keys[0]}: file {_text(info)}, model {_text(place.tensor)}")
     known = {name for place in places for name in place.names}
+    known.update(name for name, _ in model.named_buffers(remove_duplicate=False))
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # transformers
     unexpected = [
         f"{key} {_text(info)}"
@@ -376,7 +386,14 @@ def resolve(model: nn.Module, weights: WeightsArgument | None) -> Source | None:
         )
     store = open_store(weights)
     places = places_of(model)
-    keys = match(model, places, store)
+    keys = match(model, places, store, keep=bool(on_meta))
+    kept = [place.name for place in places if place.name not in keys]
+    if kept:
+        logger.warning(
+            "lohan_fx: %s has nothing for %s, which keep the data that they have",
+            store.name,
+            _listed(kept),
+        )
     take_buffers(model, places, store, keys)
     return StoredWeights(store, keys)
 
@@ -397,7 +414,7 @@ def take_buffers(
 
 def fill(places: Sequence[Place], source: StoredWeights) -> None:
     """Copy values into what has memory."""
-    real = [p for p in places if not p.tensor.is_meta]
+    real = [p for p in places if not p.tensor.is_meta and p.name in source.keys]
     values = source.store.read(source.keys[p.name] for p in real)
     with torch.no_grad():
         for place, value in zip(real, values, strict=True):

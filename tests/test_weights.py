@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -151,6 +152,24 @@ def test_parts_that_have_data_are_loaded_at_once(tmp_path: Path) -> None:
     model.lohan.close()
 
 
+def test_a_new_head_on_a_body_from_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What has data and is in no file stays; also within a unit of which the rest is loaded."""
+    plain, inputs = make("mlp")
+    model = meta(MLP)
+    model.end = copy.deepcopy(plain.end)
+    model.layers[1].linear.bias = copy.deepcopy(plain.layers[1].linear.bias)
+    kept = ("end.weight", "end.bias", "layers.1.linear.bias")
+    weights = {k: t for k, t in plain.state_dict().items() if k not in kept}
+    model, training = compiled(tmp_path, model, weights, states="ssd")
+    assert "nothing for layers.1.linear.bias, end.weight, end.bias, which keep" in caplog.text
+    assert steps("mlp", model, inputs, training) == steps(
+        "mlp", plain, inputs, training_of("adamw", plain)
+    )
+    model.lohan.close()
+    with pytest.raises(CheckpointError, match=r"missing \(3\): layers\.1\.linear\.bias"):
+        compiled(tmp_path, MLP(), weights)
+
+
 # -- refusals ----------------------------------------------------------------------------------
 
 
@@ -244,6 +263,7 @@ class Table(nn.Module):
 def test_buffers_that_no_file_has_are_made_or_refused(tmp_path: Path) -> None:
     plain = Table(True)
     weights = dict(plain.state_dict())
+    weights["table"] = torch.zeros(16)  # as old files have: no reason to refuse them
     model = meta(lambda: Table(False))
     with pytest.raises(LohanError, match=r"^buffer table: on the meta device, in no file, and"):
         compiled(tmp_path, model, weights)

@@ -8,7 +8,8 @@ or in a mapping of the SSD file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -229,16 +230,17 @@ class ModelStates:
                 (f for f in (flats.master, flats.compute) if f.dtype == dtype), None
             )
             self.units.append(states)
-            if any(p.is_meta for p in parameters):
-                on_meta += [s.name for s in layout.slices]
-                continue
             with torch.no_grad():
-                for i, p in enumerate(parameters):
-                    self._write(states, i, p.detach())
-            self._adopt(states, optimizer)
+                for i, (s, p) in enumerate(zip(layout.slices, parameters, strict=True)):
+                    if p.is_meta:
+                        on_meta.append(s.name)
+                    else:
+                        self._write(states, i, p.detach())
+            if not any(p.is_meta for p in parameters):
+                self._adopt(states, optimizer)
         if on_meta:
             assert source is not None
-            self.write(source.stream(model, on_meta), optimizer)
+            self.write(source.stream(model, on_meta), on_meta, optimizer)
 
     @staticmethod
     def _write(states: UnitStates, index: int, value: Tensor) -> None:
@@ -258,18 +260,22 @@ class ModelStates:
         self.flush(states)
 
     def write(
-        self, values: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None = None
+        self,
+        values: Iterable[tuple[str, Tensor]],
+        names: Collection[str],
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Write parameters by name, as they come; each unit's are exposed with its last one.
 
         Args:
-            values: of any floating dtype.
+            values: of any floating dtype, in any order.
+            names: of all that come.
             optimizer: has states for these units, to be taken over.
         """
         where = {
             s.name: (states, i) for states in self.units for i, s in enumerate(states.layout.slices)
         }
-        written: dict[int, int] = {}
+        waiting = Counter(where[name][0].index for name in names)
         for name, value in values:
             states, i = where[name]
             p = states.parameters[i]
@@ -279,8 +285,8 @@ class ModelStates:
                     if p.is_meta:
                         realize(p, torch.empty_like(p, device="cpu"))
                     p.copy_(value)
-            written[states.index] = written.get(states.index, 0) + 1
-            if written[states.index] == len(states.parameters):
+            waiting[states.index] -= 1
+            if not waiting[states.index]:
                 self._adopt(states, optimizer)
 
     def _expose(self, states: UnitStates) -> None:
