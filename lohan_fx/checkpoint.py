@@ -19,6 +19,7 @@ import fcntl
 import glob
 import io
 import json
+import operator
 import os
 import random
 import secrets
@@ -36,13 +37,20 @@ from torch.optim import Optimizer
 
 from lohan_fx._compat import is_wrapper_subclass
 from lohan_fx.compiled import CompiledModel
-from lohan_fx.errors import CheckpointError, LohanError, StorageError, format_bytes
+from lohan_fx.errors import (
+    CheckpointError,
+    LohanError,
+    StepError,
+    StorageError,
+    format_bytes,
+)
 from lohan_fx.hardware import parse_bytes
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.weights import (
     DTYPES,
     INDEX,
     WHOLE,
+    FileStore,
     Place,
     StoredWeights,
     fill,
@@ -105,7 +113,7 @@ def save(
         max_shard_bytes: larger files become shards with an index.
 
     Raises:
-        StepError: between backward and ``optimizer.step()``.
+        StepError: between backward and ``optimizer.step()``, or after a step that failed halfway.
         StorageError: too little space (the message has path, need and have), or a failed write.
         LohanError: `extra` has something that cannot be written; the model has no data yet.
     """
@@ -114,8 +122,10 @@ def save(
     optimizer = _chosen(compiled, optimizer)
     if compiled is not None:
         compiled.check_ended()
+        _check_whole(compiled)
     tensors: dict[str, Tensor] = {}
-    description: dict[str, Any] = {"format": FORMAT, "version": VERSION, "step": step}
+    description: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    description["step"] = None if step is None else operator.index(step)
     description["extra"] = _encode(dict(extra or {}), "extra", tensors)
     description["random"] = _encode(_random_states(), "random", tensors)
     places = places_of(model)
@@ -181,14 +191,14 @@ def load(
     if compiled is not None:
         compiled.check_ended()
     description = _read_description(path)
-    extra = sharded(path, _EXTRA, _EXTRA)
+    extra = FileStore([(path / _EXTRA, None)], str(path / _EXTRA))
     places = places_of(model)
     store = sharded(path, WHOLE, INDEX)
     keys = match(model, places, store)
     states = None
     if optimizer is not None:
         states = _States(model, optimizer, path, description)
-        if compiled is not None:
+        if compiled is not None and optimizer is compiled.optimizer:
             states.check_elementwise()
         store.join(states.store, states.masters.values())
     if compiled is None and any(place.tensor.is_meta for place in places):
@@ -236,6 +246,17 @@ def latest(directory: str | Path) -> Path | None:
 def _compiled(model: nn.Module) -> CompiledModel | None:
     found = model.__dict__.get("_lohan")
     return found if isinstance(found, CompiledModel) else None
+
+
+def _check_whole(compiled: CompiledModel) -> None:
+    """Refuse a model of which some units took a step that others did not."""
+    updater = compiled.memory.updater if compiled.memory is not None else None
+    if updater is not None and updater.torn:
+        raise StepError(
+            "a step failed after some units were updated, so the model stands between two steps "
+            f"({', '.join(updater.torn)} took the step, the others did not) and is not saved: go "
+            "on from the last checkpoint"
+        )
 
 
 def _chosen(

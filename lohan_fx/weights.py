@@ -265,8 +265,7 @@ def match(
             continue
         found[place.name] = keys[0]
         info = store.infos[keys[0]]
-        kinds = [d is not None and d.is_floating_point for d in (info.dtype, place.tensor.dtype)]
-        if info.shape != tuple(place.tensor.shape) or info.dtype is None or len(set(kinds)) > 1:
+        if info.shape != tuple(place.tensor.shape) or _kind(info) != _kind(place.tensor):
             wrong.append(f"{keys[0]}: file {_text(info)}, model {_text(place.tensor)}")
     known = {name for place in places for name in place.names}
     known.update(name for name, _ in model.named_buffers(remove_duplicate=False))
@@ -298,6 +297,11 @@ def _check_tied(places: Sequence[Place], store: Store) -> None:
                     f"{first} and {other} are one parameter of the model and have different values "
                     f"in {store.name}: untie them in the model, or leave one out of the weights"
                 )
+
+
+def _kind(tensor: Tensor | TensorInfo) -> tuple[bool, bool] | None:
+    dtype = tensor.dtype
+    return None if dtype is None else (dtype.is_floating_point, dtype.is_complex)
 
 
 def _text(tensor: Tensor | TensorInfo) -> str:

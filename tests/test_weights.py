@@ -63,7 +63,8 @@ def assert_same_state(a: nn.Module, b: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("name", "states"),
-    [(name, "ssd") for name in ("gpt2", "llama", "t5", "bert", "resnet", "tied", "frozen")]
+    [(name, "ssd") for name in ("gpt2", "llama", "bert", "resnet", "tied", "frozen")]
+    + [pytest.param("t5", "ssd", marks=pytest.mark.slow)]
     + [(name, tier) for name in ("gpt2", "frozen") for tier in ("device", "host")],
 )
 def test_a_model_on_meta_trains_as_a_loaded_one(name: str, states: Any, tmp_path: Path) -> None:
