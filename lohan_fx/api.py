@@ -138,7 +138,7 @@ def compile(
             loaded at once, or keep it if others are on the meta device and the file lacks them
             (a new head, adapters). "init" runs the modules' own initialization instead, with
             the random numbers that follow at the first forward
-            (`lohan_fx.weights.Initialization`). Buffers that no file has get their values from
+            (`lohan_fx.initialization`). Buffers that no file has get their values from
             their modules' initialization.
 
     Raises:

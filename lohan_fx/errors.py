@@ -44,6 +44,12 @@ class StepError(LohanError):
     """The training loop called things in an order that has no exact meaning."""
 
 
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """Return the first names and how many more there are."""
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def format_bytes(num_bytes: float) -> str:
     """Return bytes for a person: ``1.50 GiB``, ``12.0 KiB``, ``17 B``."""
     size = float(num_bytes)

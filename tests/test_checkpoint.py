@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import lohan_fx
-import lohan_fx.checkpoint
+import lohan_fx.atomic
 from lohan_fx.errors import CheckpointError, LohanError, StepError, StorageError
+from lohan_fx.runtime.updates import Updater
 from tests.models import make
 from tests.test_weights import measured
 from tests.toys import meta
@@ -461,6 +462,29 @@ def test_in_the_middle_of_a_step_it_is_refused(schedule: Any, tmp_path: Path) ->
     run.close()
 
 
+def test_a_model_between_two_steps_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started(tmp_path, **{**HOST, "schedule": "optimized"})
+    run.train(1)
+    run.save(tmp_path / "c")
+    original = Updater._step
+    calls = []
+
+    def fail_second(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("injected")
+        original(*args)
+
+    monkeypatch.setattr(Updater, "_step", fail_second)
+    with pytest.raises(RuntimeError, match="injected"):
+        run.train(1)
+    with pytest.raises(StepError, match=r"stands between two steps \(.* is not saved: go on from"):
+        run.save(tmp_path / "c")
+    run.close()
+
+
 def test_a_model_without_data_is_not_saved(tmp_path: Path) -> None:
     run = started(tmp_path, weights="init", **HOST)
     with pytest.raises(
@@ -579,7 +603,7 @@ def test_directories_of_others_are_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
     assert lohan_fx.load(model, tmp_path / "c").step == 4
     (tmp_path / "c" / "inner").mkdir()
-    with pytest.raises(StorageError, match="the directory inner in it, which saving would remove"):
+    with pytest.raises(StorageError, match="the directory inner in it, which saving"):
         lohan_fx.save(model, tmp_path / "c")
 
 
@@ -593,7 +617,7 @@ def test_a_full_disk_is_found_before_anything_is_written(
 ) -> None:
     model = nn.Linear(64, 64)
     lohan_fx.save(model, tmp_path / "c", step=1)
-    monkeypatch.setattr(lohan_fx.checkpoint.os, "statvfs", lambda _: FullDisk())
+    monkeypatch.setattr(lohan_fx.atomic.os, "statvfs", lambda _: FullDisk())
     message = rf"not enough space .* {re.escape(str(tmp_path))}: need .* KiB, have 3\.00 KiB"
     with pytest.raises(StorageError, match=message):
         lohan_fx.save(model, tmp_path / "c", step=2)
@@ -610,7 +634,7 @@ def test_a_failed_write_keeps_what_is_there(
     def fail(_: int) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(lohan_fx.checkpoint.os, "fsync", fail)
+    monkeypatch.setattr(lohan_fx.atomic.os, "fsync", fail)
     with pytest.raises(StorageError, match=r"cannot write the checkpoint .*/c: Input/output error"):
         lohan_fx.save(model, tmp_path / "c", step=2)
     assert lohan_fx.load(model, tmp_path / "c").step == 1
@@ -623,10 +647,10 @@ SAVES = """
     import sys
     import torch
     from torch import nn
-    import lohan_fx, lohan_fx.checkpoint
+    import lohan_fx, lohan_fx.atomic
 
     if sys.argv[2] == "renames":
-        lohan_fx.checkpoint._exchange = lambda a, b: False
+        lohan_fx.atomic._exchange = lambda a, b: False
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(1, 10_000):

@@ -20,12 +20,13 @@ from lohan_fx._compat import version_of
 from lohan_fx.annotate import Slice, StateLayout, UnitLayout
 from lohan_fx.errors import LohanError, StepError
 from lohan_fx.footprint import align
+from lohan_fx.initialization import realize
 from lohan_fx.plan import Tier
 from lohan_fx.runtime._memory import forget_pages, tensor_over
 from lohan_fx.runtime.arena import Arena, Region
 from lohan_fx.runtime.optimizer import UnitOptimizer, pull_initial_state, release_state
 from lohan_fx.runtime.ssd import StripedFile
-from lohan_fx.weights import Source, realize
+from lohan_fx.weights import Source
 from lohan_fx.workload import Unit
 
 
