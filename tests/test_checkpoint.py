@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -40,10 +41,10 @@ STEPS = 2
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, buffers: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if buffers else nn.LayerNorm(WIDTH)
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,10 +55,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Dropout, BatchNorm's buffers, one matrix under two names."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(buffers) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -72,12 +73,13 @@ class Run(NamedTuple):
     model: Any
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
+    device: str = "cpu"
 
     def train(self, steps: int = STEPS) -> list[float]:
         """Batches and dropout are drawn from the global generator."""
         losses = []
         for _ in range(steps):
-            loss = self.model(torch.randint(0, VOCAB, (12,)))
+            loss = self.model(torch.randint(0, VOCAB, (12,)).to(self.device))
             loss.backward()
             self.optimizer.step()
             self.scheduler.step()
@@ -105,7 +107,9 @@ def started(tmp_path: Path | None = None, *, seed: int = 0, **options: Any) -> R
     """A run in plain PyTorch, or compiled if there is a directory for it."""
     torch.manual_seed(seed)
     on_meta = "weights" in options
-    model: nn.Module = meta(Net) if on_meta else Net()
+    device = options.pop("device", "cpu")
+    build = functools.partial(Net, options.pop("buffers", True))
+    model: nn.Module = meta(build) if on_meta else build()
     dtype = options.pop("parameters", None)
     if dtype is not None:
         model.to(dtype)
@@ -119,8 +123,9 @@ def started(tmp_path: Path | None = None, *, seed: int = 0, **options: Any) -> R
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], gamma=0.5)
     if tmp_path is not None:
         options = {"strategy": "recompute-all", "memory": BUDGET, **options}
-        model = lohan_fx.compile(model, hw=cpu_hardware(tmp_path), optimizer=optimizer, **options)
-    return Run(model, optimizer, scheduler)
+        hw = cpu_hardware(tmp_path, device_kind=device)
+        model = lohan_fx.compile(model, hw=hw, optimizer=optimizer, **options)
+    return Run(model, optimizer, scheduler, device)
 
 
 def state_of(run: Run) -> dict[str, Tensor]:
@@ -144,8 +149,7 @@ def reference() -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.fixture(autouse=True)
 def captures(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    if "forgets" not in request.keywords:
-        remember_captures(monkeypatch, "checkpointed net")
+    remember_captures(monkeypatch, f"net of {request.function.__name__}")
 
 
 # -- resuming ----------------------------------------------------------------------------------
@@ -214,6 +218,31 @@ def test_a_model_on_meta_resumes(tmp_path: Path, reference: Any) -> None:
         assert second.train() == reference[0][STEPS:]
         assert_same(state_of(second), reference[1])
         second.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.parametrize("states", ["device", "host", "ssd"])
+def test_devices(device: str, dtype: Any, states: Any, tmp_path: Path) -> None:
+    """With the same tiers every bit is the same on CUDA, too, where dropout has a generator of its
+    own; a model on meta is loaded to the device."""
+    options = {"states": states, "dtype": dtype, "device": device, "fused": False}
+    options["buffers"] = dtype is None
+    first = started(tmp_path, weights="init", **options)
+    first.train()
+    first.save(tmp_path / "saved")
+    rest, wanted = first.train(), state_of(first)
+    for weights in (tmp_path / "saved", dict(Net(dtype is None).state_dict())):
+        second = started(tmp_path, seed=7, weights=weights, **options)
+        if isinstance(weights, dict):
+            second.train(1)
+        second.load(tmp_path / "saved")
+        assert second.train() == rest
+        assert_same(state_of(second), wanted)
+        second.close()
+    first.load(tmp_path / "saved")
+    assert first.train() == rest
+    first.close()
 
 
 def test_states_that_wait_for_memory_are_seen(tmp_path: Path, reference: Any) -> None:
