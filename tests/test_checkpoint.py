@@ -186,7 +186,7 @@ def test_a_resumed_run_is_the_same_run(
     saver: Any, loader: Any, ran: bool, tmp_path: Path, reference: Any
 ) -> None:
     """Onto other tiers, budgets, strategies, schedules; into a model that has run and one that has
-    not. Batches and dropout come from the generator whose state is saved."""
+    not. Batches and dropout come from the generator whose state is saved (Megatron#1842)."""
     first = started(tmp_path if saver else None, **saver)
     losses = first.train()
     first.save(tmp_path / "saved", step=STEPS)
@@ -345,11 +345,12 @@ def test_other_optimizers(kind: str, tmp_path: Path) -> None:
 
 
 def test_others_read_the_files(tmp_path: Path) -> None:
-    """Names are the model's own, and a tied parameter is there once."""
+    """Names are the model's own, and a tied parameter is there once and comes back as one
+    (ColossalAI#6160, Megatron#656); a second save is as good as the first (DeepSpeed#7549)."""
     run = started(tmp_path, **SSD)
     run.train()
     wanted = {k: t.clone() for k, t in run.model.state_dict().items()}
-    for _ in range(2):  # a second save is as good as the first
+    for _ in range(2):
         run.save(tmp_path / "c", step=1)
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(("c", "."))) == ["c"]
     file = tmp_path / "c" / "model.safetensors"
@@ -466,7 +467,8 @@ SAVES_AND_LOADS = """
 
 @pytest.mark.slow
 def test_saving_and_loading_take_no_second_copy(tmp_path: Path) -> None:
-    """Anonymous memory (RssAnon and RssShmem) for a model of 537 MB with its states, on SSD."""
+    """Anonymous memory (RssAnon and RssShmem) for a model of 537 MB with its states, on SSD
+    (transformers#17258)."""
     found = measured(SAVES_AND_LOADS, str(tmp_path))
     assert found["model"] > 536e6
     assert found["save"] < 2**25, found

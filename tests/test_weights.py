@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 import lohan_fx
 from lohan_fx.errors import CheckpointError, LohanError
+from lohan_fx.planners import names
 from tests.models import EXAMPLES, MLP, Layer, Tied, loss_of, make
 from tests.toys import meta
-from tests.training import cpu_hardware, identical, training_of
+from tests.training import Squeezed, cpu_hardware, identical, remember_captures, training_of
 
 BUDGET = {"device": "64MiB", "host": "64MiB", "ssd": "64MiB"}
 
@@ -390,6 +391,36 @@ def test_states_made_on_meta_at_construction_are_made_anew(tmp_path: Path) -> No
             optimizer.zero_grad()
     assert_same_state(made, plain)
     made.lohan.close()
+
+
+def test_without_an_optimizer_gradients_land_in_grad(tmp_path: Path) -> None:
+    plain, inputs = make("tied")
+    model = meta(Tied)
+    training = training_of("adamw", model)  # its own, over parameters on meta
+    model = lohan_fx.compile(
+        model, hw=cpu_hardware(tmp_path), memory=BUDGET, weights=dict(plain.state_dict())
+    )
+    assert steps("tied", model, inputs, training) == steps(
+        "tied", plain, inputs, training_of("adamw", plain)
+    )
+    assert_same_state(model, plain)
+    model.lohan.close()
+
+
+@pytest.mark.parametrize("strategy", names())
+def test_every_strategy_starts_on_meta(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember_captures(monkeypatch, "mlp on meta")
+    plain, inputs = make("mlp")
+    model, training = compiled(
+        tmp_path, meta(MLP), dict(plain.state_dict()), strategy=Squeezed(strategy)
+    )
+    assert steps("mlp", model, inputs, training) == steps(
+        "mlp", plain, inputs, training_of("adamw", plain)
+    )
+    assert_same_state(model, plain)
+    model.lohan.close()
 
 
 def test_a_failed_allocation_can_be_tried_again(tmp_path: Path) -> None:
