@@ -108,6 +108,7 @@ class Initialization:
         """Run the calls, and yield parameters as they are finished."""
         last = {n: i for i, step in enumerate(self._steps) for n in step.writes}
         slots = _slots(model)
+        wanted = set(names)
         made: set[str] = set()
         try:
             for i, step in enumerate(self._steps):
@@ -121,7 +122,7 @@ class Initialization:
                         value = slots[name].module._parameters[slots[name].key]
                         slots[name].put(slots[name].parameter)
                         made.remove(name)
-                        if name in names:
+                        if name in wanted:
                             assert value is not None
                             yield name, value.detach()
                         del value
