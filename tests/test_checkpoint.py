@@ -470,6 +470,7 @@ def test_saving_and_loading_take_no_second_copy(tmp_path: Path) -> None:
     """Anonymous memory (RssAnon and RssShmem) for a model of 537 MB with its states, on SSD
     (transformers#17258)."""
     found = measured(SAVES_AND_LOADS, str(tmp_path))
+    shutil.rmtree(tmp_path)
     assert found["model"] > 536e6
     assert found["save"] < 2**25, found
     assert found["load"] < 2**25, found

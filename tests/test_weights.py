@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -522,6 +523,7 @@ def test_loading_takes_one_unit_beyond_the_plan(source: str, tmp_path: Path) -> 
         safetensors.torch.save_file(tensors, weights)
         del tensors
     found = measured(LOADS, str(tmp_path), weights)
+    shutil.rmtree(tmp_path)
     assert found["model"] > 268e6
     assert found["grown"] < found["planned"] + found["unit"] + 2**25, found
     assert found["grown"] < found["model"] / 2
