@@ -59,7 +59,7 @@ class LohanModule(nn.Module):
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.lohan.sync()
+        self.lohan.check_saving()
         return super().state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -52,7 +52,7 @@ class Delays:
         submit = Lane.submit
 
         def late_submit(
-            lane: Lane, job: Callable[[], None], ticket: Ticket | None = None
+            lane: Lane, job: Callable[[], None], ticket: Ticket | None = None, **options: Any
         ) -> Ticket:
             held = [job]  # lanes drop a job before its ticket is signalled
 
@@ -61,7 +61,7 @@ class Delays:
                 held.pop()()
                 self.sleep()
 
-            return submit(lane, late, ticket)
+            return submit(lane, late, ticket, **options)
 
         patch.setattr(Lane, "submit", late_submit)
         for cls, method in (

@@ -6,17 +6,17 @@ once except release, wait and wait_unit, which make compute wait for a transfer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lohan_fx.errors import InsufficientMemoryError, StorageError
 from lohan_fx.footprint import STRIPE_BYTES
 from lohan_fx.plan import Tier
 from lohan_fx.program import window_storage
-from lohan_fx.runtime.arena import Arena
+from lohan_fx.runtime.arena import Arena, PageLocker
 from lohan_fx.runtime.lanes import Lanes, Ticket, storage_of
 from lohan_fx.runtime.recording import Label, Stamp
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
@@ -37,8 +37,9 @@ class Slot:
 class SlotStore:
     """Host memory and SSD space for the slots of all programs of a model; they run in turn."""
 
-    def __init__(self, *, pin: bool) -> None:
+    def __init__(self, *, pin: bool, locker: PageLocker | None = None) -> None:
         self._pin = pin
+        self._locker = locker
         self.arena: Arena | None = None
         self.file: StripedFile | None = None
 
@@ -51,7 +52,7 @@ class SlotStore:
                 self.arena = None
             try:
                 self.arena = self._slab(num_bytes)
-            except InsufficientMemoryError:
+            except BaseException:
                 self.arena = self._slab(have) if have else None  # for the programs that there are
                 raise
 
@@ -68,12 +69,12 @@ class SlotStore:
 
             try:
                 self.file = make(num_bytes)
-            except StorageError:
+            except BaseException:
                 self.file = make(have) if have else None  # for the programs that there are
                 raise
 
     def _slab(self, num_bytes: int) -> Arena:
-        arena = Arena(num_bytes, pin=self._pin)
+        arena = Arena(num_bytes, pin=self._pin, locker=self._locker)
         arena.register(0, num_bytes)
         return arena
 
@@ -206,12 +207,21 @@ class Engine:
         began = self._pause()
         flat = torch.empty_like(flats.compute, device=self.lanes.device)
         after = self.updater.fresh(unit) if self.updater is not None else None
-        if states.tier == "host":
+        if not states.on_ssd:
             self._fetches[unit] = self.lanes.to_device([(flats.compute, flat)], label, after)
         else:
             assert self.states.file is not None
+
+            def parked() -> Tensor | None:
+                return None if states.on_ssd else flats.compute.view(torch.uint8)
+
             self._fetches[unit] = self.lanes.from_ssd(
-                self.states.file, states.offset, flat.view(torch.uint8), label, after=after
+                self.states.file,
+                states.offset,
+                flat.view(torch.uint8),
+                label,
+                after=after,
+                instead=parked,
             )
         self._resume(began)
         return flat
@@ -265,14 +275,20 @@ class Engine:
     # -- recording --------------------------------------------------------------------------
 
     def _pause(self) -> Stamp | None:
-        """Compute pauses for an op of ours (noted only while a step is recorded)."""
+        """Compute pauses for an op of ours; None if that is not noted (CUDA, not recorded)."""
         recorder = self.lanes.recorder
-        return recorder.end_compute() if recorder is not None else None
+        if recorder is not None:
+            return recorder.end_compute()
+        return None if self.lanes.device.type == "cuda" else time.perf_counter()
 
     def _resume(self, began: Stamp | None, stall: Label | None = None) -> None:
         """Compute goes on; `stall` labels the time since `began` as waiting."""
+        if began is None:
+            return
+        if stall is not None and isinstance(began, float):
+            self.lanes.exposed_s += time.perf_counter() - began
         recorder = self.lanes.recorder
-        if recorder is not None and began is not None:
+        if recorder is not None:
             if stall is not None:
                 recorder.add("gpu", stall, began, recorder.mark())
             recorder.begin_compute()
@@ -280,10 +296,15 @@ class Engine:
     # -- one step ---------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget what a step left behind that did not run to its end."""
+        """Forget what a step left behind that did not run to its end.
+
+        An interrupt may have struck between any two lines: so nothing is undone by its record,
+        but everything that may run is waited for, and all buffers are taken back.
+        """
         self.lanes.drain()
-        for loan in self._loans.values():
-            if loan.written is not None:
-                loan.written.settle()
+        if self.store.file is not None:
+            self.store.file.drain()
+        if self.lanes.staging is not None:
+            self.lanes.staging.reset()
         self._loans.clear()
         self._fetches.clear()

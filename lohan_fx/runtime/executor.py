@@ -55,6 +55,10 @@ class Executor:
         engine: what the program's ops call.
         parameters: name → tensor that the graph reads, for device-resident parameters.
         buffers: name → the module's buffer, looked up when it is needed.
+
+    Attributes:
+        unfinished: a half is running, or failed and what it left has not been cleared: an
+            interrupt may strike in `abort` too. The next forward clears it.
     """
 
     captured: Captured
@@ -63,6 +67,7 @@ class Executor:
     parameters: Callable[[str], Tensor]
     buffers: Callable[[str], Tensor]
     pending: Pending | None = field(default=None)
+    unfinished: bool = field(default=False)
     timer: OpTimer | None = field(default=None)
 
     @property
@@ -81,25 +86,27 @@ class Executor:
         if recorder is not None:
             recorder.phase = "forward"
             recorder.begin_compute()
+        self.unfinished = True
         try:
             results = self._run(self.halves.forward, arguments)
             if recorder is not None:
                 recorder.end_compute()
+            num_saved = self.halves.num_saved
+            split = len(results) - num_saved
+            outputs: list[Any] = [None] * self.captured.num_outputs
+            for value, role in zip(results[:split], self.halves.forward_outputs, strict=True):
+                if role.kind == "output":
+                    outputs[role.index] = value
+                else:
+                    target = self.buffers(role.target) if role.target else inputs[role.index]
+                    with torch.no_grad():
+                        target.copy_(value)
+            if self.halves.backward is not None:
+                self.pending = Pending(saved=list(results[split:]), inputs=list(inputs))
+            self.unfinished = False
         except BaseException:
             self.abort()
             raise
-        num_saved = self.halves.num_saved
-        split = len(results) - num_saved
-        outputs: list[Any] = [None] * self.captured.num_outputs
-        for value, role in zip(results[:split], self.halves.forward_outputs, strict=True):
-            if role.kind == "output":
-                outputs[role.index] = value
-            else:
-                target = self.buffers(role.target) if role.target else inputs[role.index]
-                with torch.no_grad():
-                    target.copy_(value)
-        if self.halves.backward is not None:
-            self.pending = Pending(saved=list(results[split:]), inputs=list(inputs))
         return tuple(outputs)
 
     def backward(
@@ -114,6 +121,7 @@ class Executor:
         if self.engine.lanes.closed:
             raise StepError("the compiled model was closed or deleted: its backward cannot run")
         saved = pending.take()
+        self.unfinished = True
         self.pending = None
         assert self.halves.backward is not None
         arguments = [
@@ -134,32 +142,40 @@ class Executor:
             gradients = self._run(self.halves.backward, arguments)
             if recorder is not None:
                 recorder.end_compute()
+            found = {
+                (role.target, role.index): value
+                for role, value in zip(self.halves.backward_outputs, gradients, strict=True)
+            }
+            self.unfinished = False
         except BaseException:
             self.abort()
             raise
-        return {
-            (role.target, role.index): value
-            for role, value in zip(self.halves.backward_outputs, gradients, strict=True)
-        }
+        return found
 
     def _run(self, half: fx.GraphModule, arguments: list[Any]) -> Any:
         return half(arguments) if self.timer is None else self.timer.run(half, arguments)
 
     def drop_pending(self) -> None:
         """Forget a forward whose backward never came."""
-        if self.pending is not None:
+        if self.unfinished:
+            self.abort()
+        elif self.pending is not None:
+            self.unfinished = True
             self.pending.drop()
             self.pending = None
             self.engine.reset()
+            self.unfinished = False
 
     def abort(self) -> None:
         """Leave nothing behind of a step that failed; its error is on the way to the user."""
+        self.unfinished = True
         if self.pending is not None:
             self.pending.drop()
             self.pending = None
         self.engine.reset()
         if self.engine.updater is not None:
             self.engine.updater.abort()
+        self.unfinished = False
 
     def _argument(self, role: InputRole, inputs: Sequence[Any]) -> Any:
         if role.kind == "parameter":

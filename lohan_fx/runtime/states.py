@@ -8,6 +8,7 @@ or in a mapping of the SSD file.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,14 +18,16 @@ from torch import Tensor, nn
 
 from lohan_fx._compat import version_of
 from lohan_fx.annotate import Slice, StateLayout, UnitLayout
-from lohan_fx.errors import LohanError, StepError
+from lohan_fx.errors import LohanError, StepError, format_bytes
 from lohan_fx.footprint import align
 from lohan_fx.plan import Tier
-from lohan_fx.runtime._memory import forget_pages, tensor_over
-from lohan_fx.runtime.arena import Arena, Region
+from lohan_fx.runtime._memory import forget_pages, replace_pages, tensor_over
+from lohan_fx.runtime.arena import Arena, Region, available_host_bytes
 from lohan_fx.runtime.optimizer import UnitOptimizer, pull_initial_state, release_state
 from lohan_fx.runtime.ssd import StripedFile
 from lohan_fx.workload import Unit
+
+logger = logging.getLogger("lohan_fx")
 
 
 def views_of(flat: Tensor, slices: Sequence[Slice]) -> list[Tensor]:
@@ -92,6 +95,8 @@ class UnitStates:
     `visible` are the flats whose views the user's parameters are (None: the parameters keep
     memory of their own, as frozen parameters do whose dtype is not the compute dtype).
     `home` is the slab of a host unit, and its offset there.
+    `taken`: the optimizer's states of the unit are here, and no longer with the optimizer.
+    `parked`: an SSD unit that is in host memory, because its file could not be written.
     """
 
     index: int
@@ -107,7 +112,13 @@ class UnitStates:
     visible: Tensor | None = None
     direct: Tensor | None = None
     home: tuple[Arena, int] | None = None
+    parked: bool = False
+    taken: bool = False
     versions: list[int] = field(default_factory=list)
+
+    @property
+    def on_ssd(self) -> bool:
+        return self.tier == "ssd" and not self.parked
 
     @property
     def num_bytes(self) -> int:
@@ -148,6 +159,7 @@ def _take_states(states: UnitStates, optimizer: torch.optim.Optimizer) -> None:
             if name in tensors:
                 view.copy_(tensors[name])
     states.optimizer.load_scalar_state(initial.scalars)
+    states.taken = True
     release_state(optimizer, states.parameters)
 
 
@@ -220,8 +232,13 @@ class ModelStates:
                 states.offset = ssd_offset
                 ssd_offset += states.num_bytes
             states.flats = states.carve(buffer)
-            self._adopt(states, optimizer)
             self.units.append(states)
+            try:
+                self._adopt(states, optimizer)
+            except BaseException:  # the model goes on without us
+                if optimizer is not None:
+                    self.give_back(optimizer)
+                raise
             if states.tier == "ssd":  # written through the mapping: let its pages go, unit by unit
                 self.flush()
                 forget_pages(buffer)
@@ -316,6 +333,32 @@ class ModelStates:
         if states.home is not None:
             states.home[0].release(*states.home[1:], states.num_bytes)
         states.home = None if arena is None else (arena, 0)
+    def park(self, states: UnitStates, buffer: Tensor, error: BaseException) -> bool:
+        """Keep a unit in host memory whose new states, in `buffer`, could not be written.
+
+        The memory takes the place of the unit's part of the file mapping, so parameters and
+        flats are the new states, under their old addresses. Called when nobody reads them.
+
+        Returns:
+            whether there was enough memory.
+        """
+        assert self._mapping is not None
+        if available_host_bytes() < 2 * states.num_bytes:
+            return False
+        try:
+            target = self._mapping.data_ptr() + states.offset
+            replace_pages(target, buffer[: states.num_bytes])
+        except OSError:
+            return False
+        states.parked = True
+        logger.warning(
+            "lohan_fx: %s. The states of %s stay in host memory from now on (%s beyond the plan), "
+            "and training goes on; save a checkpoint and replace the disk",
+            error,
+            states.unit.name,
+            format_bytes(states.num_bytes),
+        )
+        return True
 
     def flush(self) -> None:
         """Make writes through the SSD mapping visible to direct reads of the file."""
@@ -344,7 +387,7 @@ class ModelStates:
     def give_back(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the optimizer have its states, as views of where they are."""
         for states in self.units:
-            if states.optimizer is None or states.flats is None:
+            if states.optimizer is None or states.flats is None or not states.taken:
                 continue
             slices = states.layout.slices
             moments = {n: views_of(f, slices) for n, f in states.flats.moments.items()}

@@ -20,16 +20,20 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lohan_fx.errors import StepError
 from lohan_fx.plan import PIPELINED, Schedule
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.lanes import Lanes, RankedLane, Ticket
 from lohan_fx.runtime.optimizer import Hyperparameters, snapshot_hyperparameters
 from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, on_device, views_of
 from lohan_fx.timeline import Lane as Lane_
+
+_STOPPED = "an earlier update of this step failed: no further one begins"
 
 
 class Updater:
@@ -48,6 +52,8 @@ class Updater:
         pending: backward has begun and `finish` or `join` has not run.
         behind: `finish` has ended a step whose updates may still run; `join` has not run since.
         torn: units that were updated by a step that then failed.
+        num_left: updates that the last `finish` left to run beside the next forward.
+        wait_s: seconds that `finish` and `join` have waited.
     """
 
     def __init__(
@@ -65,21 +71,26 @@ class Updater:
         self.pending = False
         self.behind = False
         self.torn: tuple[str, ...] = ()
-        self._begun: list[str] = []
-        self._stopped = False
+        self.num_left = 0
+        self.wait_s = 0.0
+        self._begun: list[str] = []  # units whose update has begun, and those of them
+        self._ended: list[str] = []  # whose new states are complete, in host memory at least
+        self._stopped: BaseException | None = None  # why no further update may begin
         self._states = states
         self._lanes = lanes
         self._optimizer = optimizer
         self._rings = gradient_rings
         self._buffers = gradient_buffers
         self._state_ring = state_ring
-        self._lane = RankedLane("optimizer")
+        # without the thread nobody would release what `emit` waits for
+        self._all_rings = [r for r in (*gradient_rings.values(), state_ring) if r is not None]
+        self._lane = RankedLane("optimizer", on_lost=partial(_close_all, self._all_rings))
         self._rank: dict[int, int] = {}
         self._fresh: dict[int, Ticket] = {}
         self._order: deque[UnitStates] = deque()
         self._reads: dict[int, tuple[Tensor, Future[None]]] = {}
         self._asking = False  # the update that runs wants a buffer: reading ahead would keep it
-        self._writes: list[Future[None]] = []
+        self._writes: list[Ticket] = []
         self._arrivals: dict[int, Ticket] = {}
         self._updates: list[Ticket] = []
         self._held: list[tuple[UnitStates, list[Tensor | None], Ticket | None]] = []
@@ -99,8 +110,8 @@ class Updater:
         self._rank = {index: -i for i, index in enumerate(order)}  # last out is needed first
         self._hyperparameters = snapshot_hyperparameters(self._optimizer)
         self.pending = True
-        self._stopped = False
-        on_ssd = [self._states.units[i] for i in order if self._states.units[i].tier == "ssd"]
+        self._stopped = None
+        on_ssd = [self._states.units[i] for i in order if self._states.units[i].on_ssd]
         self._order = deque(on_ssd)
         if self.schedule in PIPELINED and on_ssd:
             self._read_ahead()
@@ -149,9 +160,12 @@ class Updater:
         def job() -> None:
             try:
                 arrival.synchronize()
-                if not self._stopped:
-                    self._update(states, views, fresh)
+                if self._stopped is not None:
+                    raise StepError(_STOPPED) from self._stopped
+                self._update(states, views, fresh)
             except BaseException as error:
+                if not self._begun:  # nothing has changed yet: let it stay so
+                    self._stopped = self._stopped or error
                 if fresh is not None:
                     fresh.fail(error)
                 raise
@@ -166,7 +180,7 @@ class Updater:
         # states are read ahead in the order of emission: another order would wait for a buffer that
         # a unit behind it holds
         rank = self._rank[states.index] if states.tier == "host" else None
-        self._updates.append(self._lane.submit_ranked(job, rank, arrival))
+        self._updates.append(self._lane.submit_ranked(job, rank, arrival, (fresh,)))
 
     def fresh(self, index: int) -> Ticket | None:
         """When a unit at rest is what the last step made it; None if it is."""
@@ -207,6 +221,7 @@ class Updater:
             as `join`.
         """
         if self.schedule == "overlapped":
+            self.num_left = sum(not ticket.done() for ticket in self._updates)
             self.behind = self.behind or self.pending
         else:
             self.join()
@@ -215,31 +230,69 @@ class Updater:
     def join(self) -> None:
         """Finish the step: every unit updated, every byte written back.
 
+        If the wait is interrupted (KeyboardInterrupt), what runs goes on, and the next `join`
+        waits for it: the step is taken. With schedule "serial", units whose states could not be
+        read are left as they were: a next `finish` takes them on.
+
         Raises:
             the first error of any update; later ones are lost with it.
         """
+        began = time.perf_counter()
         error: BaseException | None = None
         try:
             for states, gradients, arrival in self._held:
                 if arrival is None:
-                    assert states.flats is not None
-                    self._step(states, states.flats, gradients)
-                else:
-                    arrival.synchronize()
-                    self._update(states, gradients)
-            for ticket in self._updates:
-                try:
-                    ticket.synchronize()
-                except BaseException as failure:  # noqa: BLE001 - raised below, when all ended
-                    error = error or failure
-            for write in self._writes:
-                error = error or write.exception()
-        except BaseException as failure:  # noqa: BLE001 - raised below
-            error = failure
-        if error is not None:
-            self.torn = tuple(self._begun)
+                    try:
+                        self._update_once(states, gradients)
+                    except Exception as failure:  # noqa: BLE001 - raised below
+                        error = error or failure
+                else:  # on the lane, where no interrupt strikes
+                    job = partial(self._update_once, states, gradients, arrival)
+                    self._updates.append(self._lane.submit(job))
+            for tickets in (self._updates, self._writes):  # updates submit the writes
+                for ticket in tickets:
+                    ticket.settle()
+                    error = error or ticket.error
+        except BaseException:
+            if len(self._begun) == len(self._ended):
+                self.behind, self.pending = True, False
+            else:
+                self._tear()
+            raise
+        finally:
+            self.wait_s += time.perf_counter() - began
+        left = [held for held in self._held if held[0].unit.name not in self._begun]
+        if error is None:
             self._clear()
-            raise error
+            return
+        if left and len(self._begun) == len(self._ended):
+            error.add_note(
+                f"{len(left)} units did not take the step yet; their gradients are kept: call "
+                "optimizer.step() again when the cause has gone"
+            )
+            self._held[:] = left
+            self._updates.clear()
+            self._writes.clear()
+        else:
+            self._tear()
+        raise error
+
+    def _update_once(
+        self, states: UnitStates, gradients: list[Tensor | None], arrival: Ticket | None = None
+    ) -> None:
+        """Update a unit whose gradients were held back, unless an interrupted `join` did."""
+        if states.unit.name in self._begun:
+            return
+        if arrival is None:
+            assert states.flats is not None
+            self._step(states, states.flats, gradients)
+        else:
+            arrival.synchronize()
+            self._update(states, gradients)
+
+    def _tear(self) -> None:
+        """Give a failed step up; it leaves the model between two steps if units took it."""
+        self.torn = self.torn or tuple(self._begun)
         self._clear()
 
     def abort(self) -> None:
@@ -251,21 +304,22 @@ class Updater:
             with suppress(BaseException):  # `torn` says it, and the error of forward is on its way
                 self.join()
             return
-        self._stopped = True
+        self._stopped = self._stopped or StepError(_STOPPED)
         with self._lock:
             self._order.clear()  # nothing more is read ahead
-        for ticket in self._updates:
+        self._lane.drain()
+        for ticket in (*self._updates, *self._writes):
             ticket.settle()
-        for write in self._writes:
-            write.exception()
-        with self._lock:
-            reads = list(self._reads.values())
-            self._reads.clear()
-        for buffer, read in reads:
-            read.exception()
-            self._ring.release(buffer)
-        self.torn = self.torn or tuple(self._begun)
-        self._clear()
+        if self._states.file is not None:
+            self._states.file.drain()
+        for ring in self._all_rings:
+            ring.reset()
+        self._tear()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of updates in host memory so far."""
+        return self._lane.busy_s
 
     def close(self) -> None:
         """Finish what is running and join the thread. Raises as `join`, when all has ended."""
@@ -276,6 +330,7 @@ class Updater:
 
     def _clear(self) -> None:
         self._begun.clear()
+        self._ended.clear()
         self._held.clear()
         self._written.clear()
         self._updates.clear()
@@ -291,7 +346,7 @@ class Updater:
     def _update(
         self, states: UnitStates, gradients: list[Tensor | None], fresh: Ticket | None = None
     ) -> None:
-        if states.tier == "host":
+        if not states.on_ssd:
             assert states.flats is not None
             self._step(states, states.flats, gradients)
             if fresh is not None:
@@ -357,11 +412,10 @@ class Updater:
             if self.schedule in PIPELINED:
                 self._read_ahead()
         buffer, read = found
-        try:
-            read.result()
-        except BaseException:
+        error = read.exception()
+        if error is not None:
             self._ring.release(buffer)
-            raise
+            raise error
         return buffer
 
     def _write_back(self, states: UnitStates, buffer: Tensor, fresh: Ticket | None) -> None:
@@ -376,22 +430,27 @@ class Updater:
             on_span=self._lanes.on_io(self._lanes.label("write_states", unit.name), size),
         )
 
+        written = Ticket()
+
         def ended(write: Future[None]) -> None:
-            self._ring.release(buffer)
             error = write.exception()
-            if fresh is not None and error is not None:
-                fresh.fail(error)
-            elif fresh is not None:
-                fresh.finish()
+            if error is not None and self._states.park(states, buffer, error):
+                error = None
+            self._ring.release(buffer)
+            for waited in (written, fresh) if fresh is not None else (written,):
+                if error is None:
+                    waited.finish()
+                else:
+                    waited.fail(error)
             if self.schedule in PIPELINED:
                 with suppress(RuntimeError):  # the process ends: nothing is read any more
                     self._read_ahead()
 
         write.add_done_callback(ended)
         if self.schedule in PIPELINED:
-            self._writes.append(write)
+            self._writes.append(written)
         else:
-            write.result()
+            written.synchronize()
 
     def _step(self, states: UnitStates, flats: Flats, gradients: Sequence[Tensor | None]) -> None:
         self._begun.append(states.unit.name)
@@ -403,7 +462,8 @@ class Updater:
         state = [{name: views[i] for name, views in moments.items()} for i in range(len(slices))]
         recorder = self._lanes.recorder
         on_device = states.tier == "device"
-        began = recorder.mark() if recorder and on_device else time.perf_counter()
+        began_s = time.perf_counter()
+        began = recorder.mark() if recorder and on_device else began_s
         if states.mixed:
             optimizer.step_mixed(
                 masters,
@@ -414,10 +474,18 @@ class Updater:
             )
         else:
             optimizer.step(masters, gradients, state, hyperparameters=self._hyperparameters)
+        self._ended.append(states.unit.name)
+        if not on_device:
+            self._lane.busy_s += time.perf_counter() - began_s
         if recorder is not None:
             ended = recorder.mark() if on_device else time.perf_counter()
             lane: Lane_ = "gpu" if on_device else "cpu"
             recorder.add(lane, self._lanes.label("update", states.unit.name), began, ended)
+
+
+def _close_all(rings: Sequence[BufferRing]) -> None:
+    for ring in rings:
+        ring.close()
 
 
 def _own(gradient: Tensor) -> Tensor:
