@@ -19,6 +19,7 @@ from lohan_fx.planned import hardware
 from lohan_fx.planners import Planner, PlannerOptions, get
 from lohan_fx.printing import ProgramModule
 from lohan_fx.profiling import profile_hardware
+from lohan_fx.progress import Shown
 from lohan_fx.report import report_text
 from lohan_fx.runtime.malloc import expand_segments, return_freed_memory
 
@@ -86,6 +87,7 @@ def compile(
     plan: Plan | str | Path | None = None,
     loss_chunk_bytes: int = LOSS_CHUNK_BYTES,
     refine: bool | Literal["auto"] = "auto",
+    progress: Shown = "auto",
 ) -> M:
     """Make `model` train within a memory budget, with plain PyTorch's numbers.
 
@@ -128,6 +130,8 @@ def compile(
             fifth step, and says so. Units that move between device and host are then updated by
             another kernel, equal to rounding: switch it off where runs must repeat bit for bit.
             "auto": on CUDA, unless `plan` is given or PyTorch's deterministic algorithms are on.
+        progress: show a line on stderr while set-up takes long: stage, seconds, what a planner is
+            trying. "auto": if stderr is a terminal.
 
     Raises:
         UnsupportedOptimizerError: the optimizer's update is not elementwise.
@@ -148,7 +152,13 @@ def compile(
         raise LohanError(f"fused={fused!r}: use True, False or 'auto'")
     if memory is not None and not isinstance(memory, Mapping):
         raise LohanError(f"memory={memory!r}: write it as {{'device': '24GiB', 'host': '64GiB'}}")
-    hw = profile_hardware() if hw is None else hardware(str(hw) if isinstance(hw, Path) else hw)
+    if progress not in (True, False, "auto"):
+        raise LohanError(f"progress={progress!r}: use True, False or 'auto'")
+    hw = (
+        profile_hardware(progress=progress is not False)
+        if hw is None
+        else hardware(str(hw) if isinstance(hw, Path) else hw)
+    )
     device = _device(hw)
     if dtype == "auto":
         on_gpu = device.type == "cuda" and optimizer is not None
@@ -176,6 +186,7 @@ def compile(
             plan=plan,
             loss_chunk_bytes=loss_chunk_bytes,
             refine=_refines(device) if refine == "auto" else refine,
+            progress=progress,
         ),
     )
     cls = type(model)

@@ -35,6 +35,7 @@ from lohan_fx.errors import (
 )
 from lohan_fx.fusion import Kernels, fuse
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.metrics import Meter
 from lohan_fx.passes import PassManager, Rewrite, pipeline
 from lohan_fx.passes.split import split
 from lohan_fx.passes.verify import check_invariants, check_program
@@ -44,6 +45,7 @@ from lohan_fx.planners.registry import Planner, PlannerOptions
 from lohan_fx.printing import ProgramModule
 from lohan_fx.program import Program, Residency, lower, residency
 from lohan_fx.refinement import MIN_GAIN, Measured, Outcome, Refinement
+from lohan_fx.progress import Line, Shown
 from lohan_fx.runtime.arena import Arena, BufferRing, Layout, PageLocker, Region
 from lohan_fx.runtime.engine import Engine, Slot, SlotStore
 from lohan_fx.runtime.executor import Executor
@@ -66,6 +68,16 @@ MAX_PROGRAMS = 8
 
 NUM_IO_THREADS = 4
 
+_STAGES = {
+    "capture": "tracing the model",
+    "fuse": "compiling kernels",
+    "annotate": "measuring ops",
+    "plan": "planning",
+    "allocate": "allocating, moving the model's states",
+    "rewrite": "rewriting the program",
+}
+"""What the live line calls the stages of `CompiledModel.setup_s`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -82,6 +94,7 @@ class Options:
     plan: Plan | None = None
     loss_chunk_bytes: int = LOSS_CHUNK_BYTES
     refine: bool = False
+    progress: Shown = "auto"
 
 
 @dataclass(kw_only=True)
@@ -201,6 +214,8 @@ class CompiledModel:
         )
         self._said: set[str] = set()
         self._mended: set[str] = set()
+        self._meter = Meter()
+        self._line = Line(options.progress)
         self._scratch: dict[Any, int] = {}
         self._kernels = Kernels(options.device, compiled=True)
         for name, p in model.named_parameters():
@@ -268,6 +283,14 @@ class CompiledModel:
     def counters(self) -> Counters:
         """Bytes moved since the model was compiled."""
         return self.memory.lanes.counters.copy() if self.memory is not None else Counters()
+
+    def metrics(self) -> dict[str, float | int]:
+        """What the steps since the last call moved, took and wore, for a logger (W&B, TensorBoard).
+
+        Ints are bytes and counts, floats seconds and shares; `lohan_fx.metrics.KEYS` explains each
+        key. Reading takes microseconds and waits for nothing.
+        """
+        return self._meter.read(self)
 
     def _named_parameters(self, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As the user's class names them, without waiting for updates (`LohanModule`)."""
@@ -403,7 +426,8 @@ class CompiledModel:
     def _stage(self, name: str) -> Iterator[None]:
         """Add the seconds of a stage of making programs to `setup_s`."""
         start = time.perf_counter()
-        yield
+        with self._line.stage(_STAGES.get(name, name)):
+            yield
         self.setup_s[name] = self.setup_s.get(name, 0.0) + time.perf_counter() - start
 
     def _with_scratch(self, workload: Workload) -> Workload:
@@ -841,6 +865,7 @@ class CompiledModel:
         if recorder is not None:
             label = self.memory.lanes.label("join", "optimizer.step")
             recorder.add("gpu", label, began, recorder.mark())
+        self._meter.end_step()
 
     @contextmanager
     def time_ops(self) -> Iterator[OpTimer]:

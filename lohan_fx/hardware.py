@@ -56,12 +56,17 @@ def parse_bytes(size: int | str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdDevice:
-    """One directory on an SSD: its rates when it works alone, and its free bytes."""
+    """One directory on an SSD: its rates when it works alone, and its free bytes.
+
+    `endurance_bytes` are the bytes that its maker lets be written in its life (TBW); None if nobody
+    has said. Only the wear in `model.lohan.metrics()` depends on it.
+    """
 
     path: str
     read_bytes_per_s: float
     write_bytes_per_s: float
     capacity_bytes: int
+    endurance_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +126,7 @@ class HardwareProfile:
                 read_bytes_per_s=float(ssd.read_bytes_per_s),
                 write_bytes_per_s=float(ssd.write_bytes_per_s),
                 capacity_bytes=int(ssd.capacity_bytes),
+                endurance_bytes=None if ssd.endurance_bytes is None else int(ssd.endurance_bytes),
             )
             for ssd in self.ssds
         )
@@ -153,6 +159,8 @@ class HardwareProfile:
             for name in ("read_bytes_per_s", "write_bytes_per_s", "capacity_bytes"):
                 _check_positive(f"ssds[{i}].{name}", getattr(ssd, name))
             _check_whole(f"ssds[{i}].capacity_bytes", ssd.capacity_bytes)
+            if ssd.endurance_bytes is not None:
+                _check_positive(f"ssds[{i}].endurance_bytes", ssd.endurance_bytes)
         for name in ("ssd_read_bytes_per_s", "ssd_write_bytes_per_s"):
             rate = getattr(self, name)
             if self.ssds:
@@ -216,7 +224,11 @@ class HardwareProfile:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT_VERSION, **dataclasses.asdict(self)}
+        data = dataclasses.asdict(self)
+        for ssd in data["ssds"]:
+            if ssd["endurance_bytes"] is None:
+                del ssd["endurance_bytes"]
+        return {"format": FORMAT_VERSION, **data}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HardwareProfile:
@@ -236,7 +248,8 @@ class HardwareProfile:
         if not isinstance(values["ssds"], list | tuple):
             raise HardwareError(f"ssds is {values['ssds']!r}, but must be a list of SSDs")
         for i, ssd in enumerate(values["ssds"]):
-            _check_keys(f"ssds[{i}]", ssd, SsdDevice)
+            given = {"endurance_bytes": None, **ssd} if isinstance(ssd, Mapping) else ssd
+            _check_keys(f"ssds[{i}]", given, SsdDevice)
         values["ssds"] = tuple(SsdDevice(**ssd) for ssd in values["ssds"])
         return cls(**values)
 

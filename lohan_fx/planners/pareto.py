@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from lohan_fx import progress
 from lohan_fx.errors import InsufficientMemoryError, LohanError, PlanError, format_bytes
 from lohan_fx.footprint import host_bytes_needed, ssd_bytes_needed
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
@@ -220,6 +221,7 @@ class _Search:
         )
         for step in steps:
             if not self.done:
+                progress.report(f"pareto: {step.__name__.replace('_', ' ')}{self.so_far}")
                 step()
         if self.best is None:
             self.lean_plan()
@@ -239,6 +241,13 @@ class _Search:
         return replace(self.best.plan, strategy=NAME, notes=notes), report
 
     # -- the best so far ----------------------------------------------------------------------
+
+    @property
+    def so_far(self) -> str:
+        """The best step and its bound, for people who wait."""
+        if self.best is None:
+            return ""
+        return f", best step {self.best.seconds:.3g} s, bound {self.bound_s:.3g} s"
 
     @property
     def done(self) -> bool:
@@ -387,6 +396,7 @@ class _Search:
                 continue  # it would plan what "lohan" plans
             if not all_fit and _wants_all_resident(name, self.options):
                 continue  # it cannot fit, and large models take seconds to find that out
+            progress.report(f"pareto: trying {name}{self.so_far}")
             try:
                 found = registry.get(name)(*args)
                 if isinstance(found, Choices):

@@ -102,8 +102,7 @@ class Lane:
     submitted fails, and `submit` raises; so it does in a forked child, which has no threads.
 
     Attributes:
-        busy_s: seconds in which jobs ran, as far as they say so (`Lanes` does for copies on a CPU
-            device, `Updater` for updates).
+        busy_s: seconds of copies so far; 0.0 on CUDA, where the host does not see them.
 
     Args:
         on_lost: called when the thread was ended from outside.
@@ -311,6 +310,8 @@ class Lanes:
 
     Attributes:
         exposed_s: seconds that compute has waited for transfers (on a CPU device).
+        wait_s, update_s: seconds that steps' ends have waited for updates, and of updates in host
+            memory (`Updater` counts them here, as it may be replaced).
     """
 
     def __init__(self, device: torch.device, staging: BufferRing | None = None) -> None:
@@ -318,7 +319,7 @@ class Lanes:
         self.staging = staging
         self.counters = Counters()
         self.closed = False
-        self.exposed_s = 0.0
+        self.exposed_s = self.wait_s = self.update_s = 0.0
         self.recorder: Recorder | None = None
         self._count_lock = threading.Lock()
         self._cuda = device.type == "cuda"

@@ -53,7 +53,6 @@ class Updater:
         behind: `finish` has ended a step whose updates may still run; `join` has not run since.
         torn: units that were updated by a step that then failed.
         num_left: updates that the last `finish` left to run beside the next forward.
-        wait_s: seconds that `finish` and `join` have waited.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class Updater:
         self.behind = False
         self.torn: tuple[str, ...] = ()
         self.num_left = 0
-        self.wait_s = 0.0
         self._begun: list[str] = []  # units whose update has begun, and those of them
         self._ended: list[str] = []  # whose new states are complete, in host memory at least
         self._stopped: BaseException | None = None  # why no further update may begin
@@ -260,7 +258,7 @@ class Updater:
                 self._tear()
             raise
         finally:
-            self.wait_s += time.perf_counter() - began
+            self._lanes.wait_s += time.perf_counter() - began
         left = [held for held in self._held if held[0].unit.name not in self._begun]
         if error is None:
             self._clear()
@@ -315,11 +313,6 @@ class Updater:
         for ring in self._all_rings:
             ring.reset()
         self._tear()
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds of updates in host memory so far."""
-        return self._lane.busy_s
 
     def close(self) -> None:
         """Finish what is running and join the thread. Raises as `join`, when all has ended."""
@@ -476,7 +469,7 @@ class Updater:
             optimizer.step(masters, gradients, state, hyperparameters=self._hyperparameters)
         self._ended.append(states.unit.name)
         if not on_device:
-            self._lane.busy_s += time.perf_counter() - began_s
+            self._lanes.update_s += time.perf_counter() - began_s
         if recorder is not None:
             ended = recorder.mark() if on_device else time.perf_counter()
             lane: Lane_ = "gpu" if on_device else "cpu"
