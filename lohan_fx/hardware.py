@@ -463,7 +463,7 @@ def _lohan_server(gpu_name: str, num_ssds: int) -> HardwareProfile:
     # The P5510's data sheet has up to 7.0 GB/s read and 4.2 write (3.84 TB: 6.5 and 3.4). Inferred
     # as what bends least from LoHan's 13B, batch 64 with 1/2/3 SSDs (70.3 / 111.7 / 136.3
     # TFLOPS), which asks for more with one SSD and for less with three: docs/papers.md.
-    ssd = {"read_bytes_per_s": 7.0e9, "write_bytes_per_s": 4.1e9}
+    ssd: dict[str, Any] = {"read_bytes_per_s": 7.0e9, "write_bytes_per_s": 4.1e9}
     # 12 SSDs share the host's PCIe. Inferred from LoHan §III-C: reading 182 GB of model states
     # and writing as many takes 13 s, and the SSD lane is simplex: 182/32 + 182/26.5 = 12.6 s.
     # 13B at batch 8 asks for less (26 GB/s on average), 175B at batch 8 for more (33 GB/s).
@@ -500,7 +500,10 @@ def _lohan_server(gpu_name: str, num_ssds: int) -> HardwareProfile:
 
 def _ssdtrain_server() -> HardwareProfile:
     # SSDTrain, Table II, and §IV-A: "the memory use of the A100 with 4 SSDs". One GPU of the two.
-    ssd = {"read_bytes_per_s": 7.2e9, "write_bytes_per_s": 6.2e9}  # spec, P5800X 1.6 TB
+    ssd: dict[str, Any] = {
+        "read_bytes_per_s": 7.2e9,
+        "write_bytes_per_s": 6.2e9,
+    }  # spec, P5800X 1.6 TB
     link_bytes_per_s = 24e9  # inferred: PCIe 4 x16 moves 24 to 26 of its 31.5 GB/s
     return HardwareProfile(
         name="ssdtrain-a100-4xp5800x",
@@ -567,7 +570,10 @@ def _memferry_server() -> HardwareProfile:
 
 def _h100_server() -> HardwareProfile:
     # This project's own measurements: one H100 80GB HBM3, PCIe 5 x16, 16 vCPU.
-    ssd = {"read_bytes_per_s": 2.4e9, "write_bytes_per_s": 3.4e9}  # O_DIRECT; read 2.2 to 2.6
+    ssd: dict[str, Any] = {
+        "read_bytes_per_s": 2.4e9,
+        "write_bytes_per_s": 3.4e9,
+    }  # O_DIRECT; read 2.2 to 2.6
     return HardwareProfile(
         name="h100-1ssd",
         device_kind="cuda",

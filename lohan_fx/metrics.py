@@ -1,7 +1,7 @@
-"""What a step moved, took and wore, as a plain dict for a logger. Costs nothing until it is asked.
+"""What a step moved, took and wore, as a plain dict for a logger.
 
-`Meter.read` turns counters that the runtime keeps anyway into the values of `model.lohan.metrics()`;
-see `KEYS` for what each means. Counters only grow, so values "since the last call" are differences.
+`Meter.read` turns counters that the runtime keeps anyway into `model.lohan.metrics()`; `KEYS` says
+what each value means. Counters only grow: values "since the last call" are differences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Faults on purpose: the k-th system call fails, ends short or hangs; an interrupt at the k-th line.
+"""Faults on purpose: the k-th system call fails, ends short or hangs; an interrupt anywhere.
 
 `Faults` stands in the place of `ssd.Syscalls`, the one seam that all transfers go through, and
 counts. `interrupted` raises KeyboardInterrupt at the k-th place in lohan_fx that a thread comes to,

@@ -1,4 +1,4 @@
-"""When something fails: the error is clear, nothing leaks, and the run goes on or says that it cannot.
+"""When something fails: the error is clear, nothing leaks, the run goes on or says how to go on.
 
 Every test here lets something go wrong in the middle of training, then asks the same question as
 a user would: are weights and optimizer states those of one step, bit for bit, or does the model

@@ -25,11 +25,13 @@ from tests.training import cpu_hardware
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def stderr(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    found = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", found)
-    return found
+class Terminal(io.StringIO):
+    """Stands for stderr inside a test's body (pytest puts its own there before)."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        patch.setattr(sys, "stderr", self)
+        patch.setenv("TERM", "xterm")
 
 
 def wait_for(text: str, out: io.StringIO) -> None:
@@ -47,7 +49,8 @@ def no_threads_left() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_threads_left")
-def test_it_is_silent_where_there_is_no_terminal(stderr: io.StringIO) -> None:
+def test_it_is_silent_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal(monkeypatch)
     with Line("auto", delay_s=0.0).stage("planning"):
         report("trying lohan")
         time.sleep(0.1)
@@ -70,7 +73,8 @@ def test_it_shows_stage_and_report(stderr: io.StringIO, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("no_threads_left")
-def test_short_stages_are_not_shown(stderr: io.StringIO) -> None:
+def test_short_stages_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal(monkeypatch)
     line = Line(True, delay_s=30.0)
     for _ in range(3):
         with line.stage("planning"):
@@ -79,7 +83,9 @@ def test_short_stages_are_not_shown(stderr: io.StringIO) -> None:
 
 
 @pytest.mark.usefixtures("no_threads_left")
-def test_errors_and_interrupts_pass_through(stderr: io.StringIO) -> None:
+def test_errors_and_interrupts_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal(monkeypatch)
+
     def fail(error: type[BaseException]) -> None:
         with Line(True, delay_s=0.0).stage("planning"):
             wait_for("planning", stderr)
