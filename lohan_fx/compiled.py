@@ -44,8 +44,8 @@ from lohan_fx.planners import make_plan
 from lohan_fx.planners.registry import Planner, PlannerOptions
 from lohan_fx.printing import ProgramModule
 from lohan_fx.program import Program, Residency, lower, residency
-from lohan_fx.refinement import MIN_GAIN, Measured, Outcome, Refinement
 from lohan_fx.progress import Line, Shown
+from lohan_fx.refinement import MIN_GAIN, Measured, Outcome, Refinement
 from lohan_fx.runtime.arena import Arena, BufferRing, Layout, PageLocker, Region
 from lohan_fx.runtime.engine import Engine, Slot, SlotStore
 from lohan_fx.runtime.executor import Executor
@@ -75,6 +75,7 @@ _STAGES = {
     "plan": "planning",
     "allocate": "allocating, moving the model's states",
     "rewrite": "rewriting the program",
+    "refine": "planning again, with measured seconds",
 }
 """What the live line calls the stages of `CompiledModel.setup_s`."""
 
@@ -712,7 +713,7 @@ class CompiledModel:
             for states in moving:
                 arena = None
                 if tiers[states.unit.name] == "host":
-                    arena = Arena(states.num_bytes, pin=memory.pin)
+                    arena = Arena(states.num_bytes, pin=memory.pin, locker=memory.locker)
                     memory.moved.append(arena)
                 memory.states.move(states, arena)
                 moved.append(states.unit.name)

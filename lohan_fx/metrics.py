@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lohan_fx.runtime.arena import Arena
 from lohan_fx.runtime.lanes import Counters
 
 if TYPE_CHECKING:
@@ -141,7 +142,9 @@ def _ssd(compiled: CompiledModel) -> dict[str, float | int]:
 
 def _memory(compiled: CompiledModel) -> dict[str, float | int]:
     memory, device = compiled.memory, compiled.options.device
-    arenas = (memory.arena, memory.buffer_arena, memory.store.arena) if memory is not None else ()
+    arenas: list[Arena | None] = []
+    if memory is not None:
+        arenas = [memory.arena, memory.buffer_arena, memory.store.arena, *memory.moved]
     updater = memory.updater if memory is not None else None
     found: dict[str, float | int] = {
         "lohan/planned_device_bytes": max(

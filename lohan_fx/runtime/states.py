@@ -333,6 +333,7 @@ class ModelStates:
         if states.home is not None:
             states.home[0].release(*states.home[1:], states.num_bytes)
         states.home = None if arena is None else (arena, 0)
+
     def park(self, states: UnitStates, buffer: Tensor, error: BaseException) -> bool:
         """Keep a unit in host memory whose new states, in `buffer`, could not be written.
 
