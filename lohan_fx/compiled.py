@@ -558,6 +558,9 @@ class CompiledModel:
             )
             self._connect(memory, workload, plan)
         except BaseException:
+            states = getattr(memory, "states", None)
+            if states is not None and self.optimizer is not None:
+                states.give_back(self.optimizer)  # the model goes on without us
             memory.close()
             raise
         return memory

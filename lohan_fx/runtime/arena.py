@@ -236,6 +236,12 @@ class Arena:
             )
 
 
+_CLOSED = (
+    "the ring of staging buffers is closed: the compiled model was closed, or a thread of its was "
+    "ended from outside"
+)
+
+
 class BufferRing:
     """Equal buffers in one region of an arena, lent to threads in the order of their asking.
 
@@ -277,7 +283,7 @@ class BufferRing:
                     lambda: self._closed or (self._free and self._waiting[0] is ticket)
                 )
                 if self._closed:
-                    raise StorageError("the ring of staging buffers is closed")
+                    raise StorageError(_CLOSED)
                 return self._buffers[self._free.popleft()]
             finally:  # also when the wait is interrupted
                 if ticket in self._waiting:
@@ -292,7 +298,7 @@ class BufferRing:
         """
         with self._changed:
             if self._closed:
-                raise StorageError("the ring of staging buffers is closed")
+                raise StorageError(_CLOSED)
             if not self._free or self._waiting:
                 return None
             return self._buffers[self._free.popleft()]
@@ -403,8 +409,11 @@ def _touch(address: int, num_bytes: int) -> None:
     )
     share = round_up(-(-num_bytes // num_threads))
     with ThreadPoolExecutor(num_threads, thread_name_prefix="lohan_fx-touch") as pool:
-        for start in range(0, num_bytes, share):
-            pool.submit(ctypes.memset, address + start, 0, min(share, num_bytes - start))
+        try:
+            for start in range(0, num_bytes, share):
+                pool.submit(ctypes.memset, address + start, 0, min(share, num_bytes - start))
+        except RuntimeError:  # no more threads: slower, but it is the same
+            ctypes.memset(address, 0, num_bytes)
 
 
 def _unlock(locker: PageLocker, locked: dict[int, int], base: int) -> None:

@@ -76,6 +76,10 @@ class Ticket:
         if self.event is not None:
             self.event.synchronize()
 
+    def ended(self) -> bool:
+        """Whether the transfer was signalled; on CUDA it may be queued still."""
+        return self._signal.is_set()
+
     def done(self) -> bool:
         """Whether the bytes have arrived, or never will."""
         if not self._signal.is_set():
@@ -125,6 +129,7 @@ class Lane:
         self._changed = threading.Condition()
         self._closed = False
         self._lost: BaseException | None = None
+        self._current: tuple[Ticket, ...] = ()
         self._thread = threading.Thread(target=self._run, name=f"lohan_fx-{name}", daemon=True)
         try:
             self._thread.start()
@@ -182,11 +187,11 @@ class Lane:
         except BaseException as error:
             with self._changed:
                 self._lost = error
-                left = list(self._jobs)
+                left = [t for _, ticket, also in self._jobs for t in (ticket, *also)]
                 self._jobs.clear()
-            for _, ticket, also in left:
-                for waited in (ticket, *also):
-                    waited.fail(self._gone())
+            for ticket in (*self._current, *left):
+                if not ticket.ended():
+                    ticket.fail(self._gone())
             if self._on_lost is not None:
                 self._on_lost()
             raise
@@ -198,7 +203,8 @@ class Lane:
                 self._changed.wait()
             if not self._jobs:
                 return False
-            job, ticket, _ = self._take()
+            job, ticket, also = self._take()
+            self._current = (ticket, *also)
         try:
             with self._context():
                 job()
@@ -212,6 +218,7 @@ class Lane:
         else:
             del job
             ticket.finish(event)
+        self._current = ()
         return True
 
     def _take(self) -> _Job:

@@ -364,6 +364,9 @@ class IoPool:
                 thread.join()
 
 
+_ENDED = "a thread for SSD transfers was ended from outside: compile the model again"
+
+
 class _Queue:
     """What the threads of a pool share. They hold it and not the pool, which may be collected."""
 
@@ -415,13 +418,13 @@ class _Queue:
         try:
             while self._run_next():
                 pass
-        except BaseException as error:
+        except BaseException:
             with self._changed:
                 self._closed = True
                 left, self._tasks = self._tasks, []
                 self._changed.notify_all()
             for *_, batch in left:
-                batch.end(1, StorageError(f"a thread for SSD transfers was ended: {error!r}"))
+                batch.end(1, StorageError(_ENDED))
             raise
 
     def _run_next(self) -> bool:
@@ -436,18 +439,21 @@ class _Queue:
             if self._num_running == 0:
                 self._busy_since = now
             self._num_running += 1
-        batch.begin(now)
-        error: BaseException | None = None
+        error: BaseException | None = StorageError(_ENDED)
         try:
-            task()
-        except BaseException as caught:  # noqa: BLE001 - the future has it
-            error = caught
-        del task
-        with self._changed:
-            self._num_running -= 1
-            if self._num_running == 0:
-                self._busy_s += time.perf_counter() - self._busy_since
-        batch.end(1, error)
+            batch.begin(now)
+            try:
+                task()
+                error = None
+            except BaseException as caught:  # noqa: BLE001 - the future has it
+                error = caught
+            del task
+            with self._changed:
+                self._num_running -= 1
+                if self._num_running == 0:
+                    self._busy_s += time.perf_counter() - self._busy_since
+        finally:
+            batch.end(1, error)
         return True
 
 

@@ -235,13 +235,13 @@ class ModelStates:
             self.units.append(states)
             try:
                 self._adopt(states, optimizer)
-            except BaseException:  # the model goes on without us
+                if states.tier == "ssd":  # written through the mapping: let its pages go
+                    self.flush()
+                    forget_pages(buffer)
+            except BaseException:
                 if optimizer is not None:
-                    self.give_back(optimizer)
+                    self.give_back(optimizer)  # the model goes on without us
                 raise
-            if states.tier == "ssd":  # written through the mapping: let its pages go, unit by unit
-                self.flush()
-                forget_pages(buffer)
 
     def _adopt(self, states: UnitStates, optimizer: torch.optim.Optimizer | None) -> None:
         """Copy a unit's parameters (and optimizer state) in, and make the parameters views."""
