@@ -169,7 +169,9 @@ class Lane:
 
     def drain(self) -> None:
         """Wait until everything that was submitted has ended, failed or not."""
-        if self._lost is None and self._thread.is_alive():
+        if self._closed:
+            self.close()
+        elif self._lost is None and self._thread.is_alive():
             self.submit(lambda: None).settle()
 
     def close(self) -> None:
@@ -492,6 +494,8 @@ class Lanes:
                 after.synchronize()
             elsewhere = instead()
             if elsewhere is not None:
+                if self.h2d.stream is not None and start is not None:
+                    self.h2d.stream.wait_event(start)
                 held.pop().copy_(elsewhere)
                 return
             self._read_chunks(held.pop(), file, offset, start, label)

@@ -252,10 +252,12 @@ class Updater:
                     ticket.settle()
                     error = error or ticket.error
         except BaseException:
-            if len(self._begun) == len(self._ended):
-                self.behind, self.pending = True, False
-            else:
+            # the lane goes on; what this thread was updating itself does not
+            here = [states.unit.name for states, _, arrival in self._held if arrival is None]
+            if any(name in self._begun and name not in self._ended for name in here):
                 self._tear()
+            else:
+                self.behind, self.pending = True, False
             raise
         finally:
             self._lanes.wait_s += time.perf_counter() - began
