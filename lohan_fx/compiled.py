@@ -59,6 +59,7 @@ from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.updates import Updater
 from lohan_fx.simulate import simulate
+from lohan_fx.weights import Source
 from lohan_fx.workload import Workload
 
 logger = logging.getLogger("lohan_fx")
@@ -199,7 +200,11 @@ class CompiledModel:
     """The programs of one module. Made by `lohan_fx.compile`; reached as ``model.lohan``."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        options: Options,
+        source: Source | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._original = type(model)
@@ -213,18 +218,15 @@ class CompiledModel:
         self._refinement = (
             Refinement(options.device) if options.refine and options.plan is None else None
         )
+        self.source = source
+        self.masters: Sequence[str] = ()
+        self.pending_states: Callable[[Mapping[str, nn.Parameter]], None] | None = None
         self._said: set[str] = set()
         self._mended: set[str] = set()
         self._meter = Meter()
         self._line = Line(options.progress)
         self._scratch: dict[Any, int] = {}
         self._kernels = Kernels(options.device, compiled=True)
-        for name, p in model.named_parameters():
-            if p.is_meta:
-                raise LohanError(
-                    f"parameter {name} is on the meta device: it has no data to train. Load or "
-                    "initialize the model first"
-                )
         managed = (
             {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
         )
@@ -252,15 +254,17 @@ class CompiledModel:
                 optimizer.register_step_pre_hook(_Call(self, CompiledModel.finish_step)),
                 optimizer.register_state_dict_pre_hook(_Call(self, CompiledModel.lend_states)),
                 optimizer.register_state_dict_post_hook(_Call(self, CompiledModel.unlend_states)),
-                optimizer.register_load_state_dict_pre_hook(
-                    _Call(self, CompiledModel._check_ended)
-                ),
+                optimizer.register_load_state_dict_pre_hook(_Call(self, CompiledModel.check_ended)),
                 optimizer.register_load_state_dict_post_hook(
                     _Call(self, CompiledModel.take_states)
                 ),
-                model.register_load_state_dict_pre_hook(_Call(self, CompiledModel.sync)),
+                model.register_load_state_dict_pre_hook(_Call(self, CompiledModel._other_weights)),
                 model.register_load_state_dict_post_hook(_end_of_load(weakref.ref(self))),
             ]
+            for p in model.parameters():
+                made = optimizer.state.get(p, {}).values() if p.is_meta else ()
+                if any(isinstance(v, Tensor) and v.is_meta for v in made):
+                    del optimizer.state[p]  # Adagrad makes it at construction; it is made anew
 
     # -- public views -----------------------------------------------------------------------
 
@@ -555,7 +559,14 @@ class CompiledModel:
                 memory.arena,
                 region,
                 memory.file,
+                self.source,
             )
+            if self.masters and self.source is not None:
+                memory.states.write(self.source.stream(self.model, self.masters), self.masters)
+            if self.pending_states is not None and self.optimizer is not None:
+                memory.states.take_states(self.optimizer, self.pending_states)
+            self.source = self.pending_states = None
+            self.masters = ()
             self._connect(memory, workload, plan)
         except BaseException:
             states = getattr(memory, "states", None)
@@ -779,7 +790,7 @@ class CompiledModel:
                 "is updated before optimizer.step()"
             )
 
-    def _loaded(self, what: Literal["model", "optimizer"]) -> None:
+    def loaded(self, what: Literal["model", "optimizer"]) -> None:
         """All weights, or all states of the optimizer, were loaded: the two mend a torn model."""
         updater = self.memory.updater if self.memory is not None else None
         if updater is None or not updater.torn:
@@ -814,6 +825,11 @@ class CompiledModel:
         if updater is not None and not updater.pending:
             updater.join()
 
+    def _other_weights(self) -> None:
+        """Weights come by load_state_dict(): masters of a checkpoint are of no use any more."""
+        self.sync()
+        self.masters = ()
+
     def lend_states(self) -> None:
         """Let the optimizer have its states while it makes its state_dict().
 
@@ -823,6 +839,29 @@ class CompiledModel:
         self.check_saving()
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.give_back(self.optimizer)
+        self._materialize_states()
+
+    def _materialize_states(self) -> None:
+        """Load the states of a checkpoint into the optimizer, if they still wait for memory."""
+        lend, self.pending_states = self.pending_states, None
+        if lend is not None and self.optimizer is not None:
+            lend(dict(self._named_parameters()))
+            for entry in self.optimizer.state.values():
+                for name, value in entry.items():
+                    entry[name] = value.clone() if isinstance(value, Tensor) else value
+
+    def load_states(self, lend: Callable[[Mapping[str, nn.Parameter]], None]) -> None:
+        """Take the optimizer's states from a checkpoint: now, or when there is memory for them.
+
+        Args:
+            lend: see `ModelStates.take_states`.
+        """
+        assert self.optimizer is not None
+        if self.memory is None:
+            self.optimizer.state.clear()
+            self.pending_states = lend
+        else:
+            self.memory.states.take_states(self.optimizer, lend)
 
     def unlend_states(self) -> None:
         """Take back what `lend_states` gave."""
@@ -836,10 +875,10 @@ class CompiledModel:
             StepError, StorageError: as `check_whole`; or backward has begun a step that
                 optimizer.step() has not ended.
         """
-        self._check_ended()
+        self.check_ended()
         self.check_whole()
 
-    def _check_ended(self) -> None:
+    def check_ended(self) -> None:
         """Finish the last step; refuse if it is under way: states are half updated then."""
         updater = self.memory.updater if self.memory is not None else None
         if updater is not None and updater.pending:
@@ -851,9 +890,10 @@ class CompiledModel:
 
     def take_states(self) -> None:
         """Take over what the optimizer has just loaded."""
+        self.pending_states = None
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.take_states(self.optimizer)
-            self._loaded("optimizer")
+            self.loaded("optimizer")
 
     def finish_step(self) -> None:
         """End the optimizer's work of this step: what optimizer.step() does first."""
@@ -917,6 +957,7 @@ class CompiledModel:
             self._say("close", f"the last step's updates did not end: {error}")
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.give_back(self.optimizer)
+        self._materialize_states()
         model = self._model()
         if model is not None and model.__dict__.get("_lohan") is self:
             model.__class__ = self._original
@@ -939,7 +980,7 @@ def _end_of_load(ref: weakref.ref[CompiledModel]) -> Callable[[nn.Module, Any], 
     def hook(_: nn.Module, found: Any) -> None:
         compiled = ref()
         if compiled is not None and not found.missing_keys:
-            compiled._loaded("model")
+            compiled.loaded("model")
 
     return hook
 

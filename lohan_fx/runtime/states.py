@@ -9,7 +9,8 @@ or in a mapping of the SSD file.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,11 +21,13 @@ from lohan_fx._compat import version_of
 from lohan_fx.annotate import Slice, StateLayout, UnitLayout
 from lohan_fx.errors import LohanError, StepError, format_bytes
 from lohan_fx.footprint import align
+from lohan_fx.initialization import realize
 from lohan_fx.plan import Tier
 from lohan_fx.runtime._memory import forget_pages, replace_pages, tensor_over
 from lohan_fx.runtime.arena import Arena, Region, available_host_bytes
 from lohan_fx.runtime.optimizer import UnitOptimizer, pull_initial_state, release_state
 from lohan_fx.runtime.ssd import StripedFile
+from lohan_fx.weights import Source
 from lohan_fx.workload import Unit
 
 logger = logging.getLogger("lohan_fx")
@@ -180,6 +183,7 @@ class ModelStates:
         device: the compute device.
         arena, region: the slab and the part of it that holds the host units.
         file: the SSD file that holds the SSD units.
+        source: gives units with parameters on the meta device their values.
     """
 
     def __init__(
@@ -194,6 +198,7 @@ class ModelStates:
         arena: Arena | None,
         region: Region | None,
         file: StripedFile | None,
+        source: Source | None = None,
     ) -> None:
         self.device = device
         self.file = file
@@ -231,38 +236,97 @@ class ModelStates:
                 buffer = self._mapping[ssd_offset : ssd_offset + states.num_bytes]
                 states.offset = ssd_offset
                 ssd_offset += states.num_bytes
-            states.flats = states.carve(buffer)
+            states.flats = flats = states.carve(buffer)
+            dtype = parameters[0].dtype
+            states.visible = next(
+                (f for f in (flats.master, flats.compute) if f.dtype == dtype), None
+            )
             self.units.append(states)
-            try:
-                self._adopt(states, optimizer)
-                if states.tier == "ssd":  # written through the mapping: let its pages go
-                    self.flush()
-                    forget_pages(buffer)
-            except BaseException:
-                if optimizer is not None:
-                    self.give_back(optimizer)  # the model goes on without us
-                raise
+        try:
+            self._take_over(model, optimizer, source)
+        except BaseException:
+            if optimizer is not None:
+                self.give_back(optimizer)  # the model goes on without us
+            raise
 
-    def _adopt(self, states: UnitStates, optimizer: torch.optim.Optimizer | None) -> None:
-        """Copy a unit's parameters (and optimizer state) in, and make the parameters views."""
+    def _take_over(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        source: Source | None,
+    ) -> None:
+        """Move all units in: from the model's memory, or for parameters on meta from `source`."""
+        on_meta: list[str] = []
+        for states in self.units:
+            with torch.no_grad():
+                for i, (s, p) in enumerate(
+                    zip(states.layout.slices, states.parameters, strict=True)
+                ):
+                    if p.is_meta:
+                        on_meta.append(s.name)
+                    else:
+                        self._write(states, i, p.detach())
+            if not any(p.is_meta for p in states.parameters):
+                self._adopt(states, optimizer)
+        if on_meta:
+            assert source is not None
+            self.write(source.stream(model, on_meta), on_meta, optimizer)
+
+    @staticmethod
+    def _write(states: UnitStates, index: int, value: Tensor) -> None:
+        """Copy the value of a unit's parameter into its flats."""
         flats = states.flats
         assert flats is not None
-        layout = states.layout
-        with torch.no_grad():
-            for target in {id(f): f for f in (flats.compute, flats.master)}.values():
-                for view, p in zip(views_of(target, layout.slices), states.parameters, strict=True):
-                    view.copy_(p.detach())
-            if optimizer is not None:
+        s = states.layout.slices[index]
+        for flat in {id(f): f for f in (flats.compute, flats.master)}.values():
+            flat.as_strided(s.shape, s.stride, flat.storage_offset() + s.offset).copy_(value)
+
+    def _adopt(self, states: UnitStates, optimizer: torch.optim.Optimizer | None) -> None:
+        """Take a unit's optimizer state, and make its parameters views of its flats."""
+        if optimizer is not None:
+            with torch.no_grad():
                 _take_states(states, optimizer)
-        dtype = states.parameters[0].dtype
-        states.visible = next((f for f in (flats.master, flats.compute) if f.dtype == dtype), None)
         self._expose(states)
+        self.flush(states)
+
+    def write(
+        self,
+        values: Iterable[tuple[str, Tensor]],
+        names: Collection[str],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Write parameters by name, as they come; each unit's are exposed with its last one.
+
+        Args:
+            values: of any floating dtype, in any order.
+            names: of all that come.
+            optimizer: has states for these units, to be taken over.
+        """
+        where = {
+            s.name: (states, i) for states in self.units for i, s in enumerate(states.layout.slices)
+        }
+        waiting = Counter(where[name][0].index for name in names)
+        for name, value in values:
+            states, i = where[name]
+            p = states.parameters[i]
+            with torch.no_grad():
+                self._write(states, i, value)
+                if states.visible is None:  # it keeps memory of its own
+                    if p.is_meta:
+                        realize(p, torch.empty_like(p, device="cpu"))
+                    p.copy_(value)
+            waiting[states.index] -= 1
+            if not waiting[states.index]:
+                self._adopt(states, optimizer)
 
     def _expose(self, states: UnitStates) -> None:
         if states.visible is not None:
             views = views_of(states.visible, states.layout.slices)
             for p, view in zip(states.parameters, views, strict=True):
-                p.data = _alone(view)
+                if p.is_meta:
+                    realize(p, _alone(view))
+                else:
+                    p.data = _alone(view)
         states.versions = [version_of(p) for p in states.parameters]
 
     def sync_from_user(self, *, behind: bool = False) -> None:
@@ -361,10 +425,23 @@ class ModelStates:
         )
         return True
 
-    def flush(self) -> None:
-        """Make writes through the SSD mapping visible to direct reads of the file."""
-        if self.file is not None:
+    def flush(self, written: UnitStates | None = None) -> None:
+        """Make writes through the SSD mapping visible to direct reads of the file.
+
+        Args:
+            written: the one unit that was written, if it was one: its pages leave the process.
+        """
+        if self.file is not None and (written is None or written.on_ssd):
             self.file.flush()
+            if written is not None:
+                assert self._mapping is not None
+                end = written.offset + written.num_bytes
+                forget_pages(self._mapping[written.offset : end])
+
+    def forget(self) -> None:
+        """Let pages of the SSD mapping that were only read leave the process."""
+        if self._mapping is not None:
+            forget_pages(self._mapping)
 
     def reachable(self, states: UnitStates) -> Tensor:
         """A host unit's compute copy as a tensor of the compute device, without a copy."""
@@ -373,12 +450,28 @@ class ModelStates:
             states.direct = on_device(states.flats.compute, self.device)
         return states.direct
 
-    def take_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over states that the optimizer has loaded."""
-        with torch.no_grad():
-            for states in self.units:
+    def take_states(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lend: Callable[[Mapping[str, nn.Parameter]], None] | None = None,
+    ) -> None:
+        """Take over states that the optimizer has loaded.
+
+        Args:
+            optimizer: the user's.
+            lend: puts states of the parameters that it is given into the optimizer; called for
+                one unit after another.
+        """
+        for states in self.units:
+            if lend is not None:
+                lend(
+                    dict(
+                        zip((s.name for s in states.layout.slices), states.parameters, strict=True)
+                    )
+                )
+            with torch.no_grad():
                 _take_states(states, optimizer)
-        self.flush()
+            self.flush(states)
 
     def release(self, optimizer: torch.optim.Optimizer) -> None:
         """Take back what `give_back` gave."""
@@ -400,6 +493,13 @@ class ModelStates:
                     names = states.optimizer.state_names(i)
                     entry.update({name: _alone(moments[name][i]) for name in names})
                     optimizer.state[p] = entry
+
+    def hidden_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Masters by name where the user's parameter is the compute copy, of less precision."""
+        for states in self.units:
+            if states.mixed and states.flats is not None and states.visible is states.flats.compute:
+                views = views_of(states.flats.master, states.layout.slices)
+                yield from zip((s.name for s in states.layout.slices), views, strict=True)
 
     def resident_views(self) -> dict[str, Tensor]:
         """Name → what the graph reads, for parameters of units in the device tier."""
