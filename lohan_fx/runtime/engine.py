@@ -146,7 +146,6 @@ class Engine:
         source = source[:size]
         written = None
         label = self.lanes.label("offload", where.name)
-        began = self._pause()
         if where.tier == "host":
             assert self.store.arena is not None
             target = self.store.arena.view(where.offset, size)
@@ -163,7 +162,6 @@ class Engine:
             copied=copied,
             written=written,
         )
-        self._resume(began)
 
     def release(self, slot: int) -> None:
         began = self._pause()
@@ -177,7 +175,6 @@ class Engine:
             loan.loaded = loan.copied
             return loan.held
         label = self.lanes.label("prefetch", where.name)
-        began = self._pause()
         flat = torch.empty(loan.num_bytes, dtype=torch.uint8, device=self.lanes.device)
         if where.tier == "host":
             assert self.store.arena is not None
@@ -188,7 +185,6 @@ class Engine:
             loan.loaded = self.lanes.from_ssd(
                 self.store.file, where.offset, flat, label, after=loan.written
             )
-        self._resume(began)
         whole = loan.num_bytes // loan.dtype.itemsize * loan.dtype.itemsize
         return flat[:whole].view(loan.dtype).as_strided(loan.size, loan.stride, loan.storage_offset)
 
@@ -204,7 +200,6 @@ class Engine:
         flats = states.flats
         assert flats is not None
         label = self.lanes.label("fetch_unit", window_storage(states.unit.name, window))
-        began = self._pause()
         flat = torch.empty_like(flats.compute, device=self.lanes.device)
         after = self.updater.fresh(unit) if self.updater is not None else None
         if not states.on_ssd:
@@ -223,7 +218,6 @@ class Engine:
                 after=after,
                 instead=parked,
             )
-        self._resume(began)
         return flat
 
     def wait_unit(self, flat: Tensor, unit: int, window: int) -> list[Tensor]:
@@ -289,9 +283,10 @@ class Engine:
             self.lanes.exposed_s += time.perf_counter() - began
         recorder = self.lanes.recorder
         if recorder is not None:
+            now = recorder.mark()
             if stall is not None:
-                recorder.add("gpu", stall, began, recorder.mark())
-            recorder.begin_compute()
+                recorder.add("gpu", stall, began, now)
+            recorder.begin_compute(now)
 
     # -- one step ---------------------------------------------------------------------------
 
