@@ -20,6 +20,7 @@ from lohan_fx.planned import hardware
 from lohan_fx.planners import Planner, PlannerOptions, get
 from lohan_fx.printing import ProgramModule
 from lohan_fx.profiling import profile_hardware
+from lohan_fx.progress import Shown
 from lohan_fx.report import report_text
 from lohan_fx.runtime.malloc import expand_segments, return_freed_memory
 from lohan_fx.weights import StoredWeights, WeightsArgument, fill, places_of, resolve
@@ -74,7 +75,7 @@ class LohanModule(nn.Module):
             self.lohan.resetting = False
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.lohan.sync()
+        self.lohan.check_saving()
         return super().state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -107,6 +108,7 @@ def compile(
     skip_nonfinite: bool = False,
     forwards: int = 1,
     refine: bool | Literal["auto"] = "auto",
+    progress: Shown = "auto",
     weights: WeightsArgument | None = None,
 ) -> M:
     """Make `model` train within a memory budget, with plain PyTorch's numbers.
@@ -169,6 +171,8 @@ def compile(
             fifth step, and says so. Units that move between device and host are then updated by
             another kernel, equal to rounding: switch it off where runs must repeat bit for bit.
             "auto": on CUDA, unless `plan` is given or PyTorch's deterministic algorithms are on.
+        progress: show a line on stderr while set-up takes long: stage, seconds, what a planner is
+            trying. "auto": if stderr is a terminal.
         weights: for a model built on the meta device (in whole or in part): a .safetensors file, a
             directory with model.safetensors or model.safetensors.index.json (a checkpoint of
             `save`, too), or a mapping name → tensor. Names, shapes and kinds are checked now, for
@@ -215,7 +219,13 @@ def compile(
         raise LohanError(f"fused={fused!r}: use True, False or 'auto'")
     if memory is not None and not isinstance(memory, Mapping):
         raise LohanError(f"memory={memory!r}: write it as {{'device': '24GiB', 'host': '64GiB'}}")
-    hw = profile_hardware() if hw is None else hardware(str(hw) if isinstance(hw, Path) else hw)
+    if progress not in (True, False, "auto"):
+        raise LohanError(f"progress={progress!r}: use True, False or 'auto'")
+    hw = (
+        profile_hardware(progress=progress is not False)
+        if hw is None
+        else hardware(str(hw) if isinstance(hw, Path) else hw)
+    )
     device = _device(hw)
     if dtype == "auto":
         on_gpu = device.type == "cuda" and optimizer is not None
@@ -250,6 +260,7 @@ def compile(
             skip_nonfinite=skip_nonfinite,
             forwards=forwards,
             refine=_refines(device) if refine == "auto" else refine,
+            progress=progress,
         ),
         source,
     )

@@ -212,6 +212,8 @@ def load(
         if compiled is not None and optimizer is compiled.optimizer:
             states.load_groups(tensors)
             compiled.load_states(states.lend)
+            compiled.loaded("model")
+            compiled.loaded("optimizer")
         else:
             states.load_plainly(tensors)
     if rng:

@@ -36,6 +36,7 @@ from lohan_fx.errors import (
 )
 from lohan_fx.fusion import Kernels, fuse
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.metrics import Meter
 from lohan_fx.passes import PassManager, Rewrite, pipeline
 from lohan_fx.passes.split import split
 from lohan_fx.passes.verify import check_invariants, check_program
@@ -44,8 +45,9 @@ from lohan_fx.planners import make_plan
 from lohan_fx.planners.registry import Planner, PlannerOptions
 from lohan_fx.printing import ProgramModule
 from lohan_fx.program import Program, Residency, lower, residency, waiting_bytes
+from lohan_fx.progress import Line, Shown
 from lohan_fx.refinement import MIN_GAIN, Measured, Outcome, Refinement
-from lohan_fx.runtime.arena import Arena, BufferRing, Layout, Region
+from lohan_fx.runtime.arena import Arena, BufferRing, Layout, PageLocker, Region
 from lohan_fx.runtime.clipping import Clipping
 from lohan_fx.runtime.engine import Engine, Slot, SlotStore
 from lohan_fx.runtime.executor import Executor
@@ -72,6 +74,17 @@ NUM_IO_THREADS = 4
 Gradients = Literal["consumed", "kept"]
 """What becomes of gradients: see `lohan_fx.compile`."""
 
+_STAGES = {
+    "capture": "tracing the model",
+    "fuse": "compiling kernels",
+    "annotate": "measuring ops",
+    "plan": "planning",
+    "allocate": "allocating, moving the model's states",
+    "rewrite": "rewriting the program",
+    "refine": "planning again, with measured seconds",
+}
+"""What the live line calls the stages of `CompiledModel.setup_s`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -94,6 +107,7 @@ class Options:
     skip_nonfinite: bool = False
     forwards: int = 1
     refine: bool = False
+    progress: Shown = "auto"
 
 
 @dataclass(kw_only=True)
@@ -113,14 +127,17 @@ class Memory:
     """What all programs of a model share: host memory, lanes, the SSD directory, the states.
 
     `buffers` are what bytes pass through: staging, gradients, states under update, as
-    name → (number, bytes of all); they grow if a later program needs more.
+    name → (number, bytes of all); they grow if a later program needs more. `connected`: the
+    updater has the present ones.
     """
 
     pin: bool
     lanes: Lanes
     store: SlotStore
+    locker: PageLocker
     states: ModelStates = field(init=False)
     updater: Updater | None = None
+    connected: bool = False
     arena: Arena | None = None
     moved: list[Arena] = field(default_factory=list)
     buffers: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -146,9 +163,10 @@ class Memory:
             return False
         layout = Layout()
         regions = {name: layout.reserve(size, name) for name, (_, size) in merged.items()}
-        arena = Arena(layout.total_bytes, pin=self.pin)
+        arena = Arena(layout.total_bytes, pin=self.pin, locker=self.locker)
         for region in regions.values():
             arena.register(region.offset, region.num_bytes)
+        self.connected = False
         if self.buffer_arena is not None:
             self.buffer_arena.close()
         self.buffer_arena, self.regions, self.buffers = arena, regions, merged
@@ -216,6 +234,9 @@ class CompiledModel:
         self.masters: Sequence[str] = ()
         self.pending_states: Callable[[Mapping[str, nn.Parameter]], None] | None = None
         self._said: set[str] = set()
+        self._mended: set[str] = set()
+        self._meter = Meter()
+        self._line = Line(options.progress)
         self._scratch: dict[Any, int] = {}
         self._kernels = Kernels(options.device, compiled=True)
         managed = (
@@ -265,6 +286,7 @@ class CompiledModel:
                     _Call(self, CompiledModel.take_states)
                 ),
                 model.register_load_state_dict_pre_hook(_Call(self, CompiledModel._other_weights)),
+                model.register_load_state_dict_post_hook(_end_of_load(weakref.ref(self))),
             ]
             for p in model.parameters():
                 made = optimizer.state.get(p, {}).values() if p.is_meta else ()
@@ -323,6 +345,14 @@ class CompiledModel:
             yield
         finally:
             accumulation.more = before
+
+    def metrics(self) -> dict[str, float | int]:
+        """What the steps since the last call moved, took and wore, for a logger (W&B, TensorBoard).
+
+        Ints are bytes and counts, floats seconds and shares; `lohan_fx.metrics.KEYS` explains each
+        key. Reading takes microseconds and waits for nothing.
+        """
+        return self._meter.read(self)
 
     def _named_parameters(self, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As the user's class names them, without waiting for updates (`LohanModule`)."""
@@ -424,7 +454,7 @@ class CompiledModel:
                 self.memory = self._allocate(workload, plan)
             self._closer = weakref.finalize(self.model, self.memory.close)
         else:
-            grown = self._reserve(self.memory, workload, plan)
+            grown = self._reserve(self.memory, workload, plan) or not self.memory.connected
             updater = self.memory.updater
             if grown or updater is None or updater.schedule != plan.schedule:
                 self._connect(self.memory, workload, plan)
@@ -519,7 +549,8 @@ class CompiledModel:
     def _stage(self, name: str) -> Iterator[None]:
         """Add the seconds of a stage of making programs to `setup_s`."""
         start = time.perf_counter()
-        yield
+        with self._line.stage(_STAGES.get(name, name)):
+            yield
         self.setup_s[name] = self.setup_s.get(name, 0.0) + time.perf_counter() - start
 
     def _with_scratch(self, workload: Workload) -> Workload:
@@ -621,16 +652,18 @@ class CompiledModel:
     def _allocate(self, workload: Workload, plan: Plan) -> Memory:
         """Allocate what the first program needs, before anything is moved; then move the states."""
         options = self.options
+        pin, locker = options.device.type == "cuda", PageLocker()
         memory = Memory(
-            pin=options.device.type == "cuda",
+            pin=pin,
             lanes=Lanes(options.device),
-            store=SlotStore(pin=options.device.type == "cuda", places=options.forwards),
+            store=SlotStore(pin=pin, locker=locker, places=options.forwards),
+            locker=locker,
         )
         try:
             layout = Layout()
             region = layout.reserve(footprint.host_bytes_needed(workload, plan)["units"], "units")
             if layout.total_bytes:
-                memory.arena = Arena(layout.total_bytes, pin=memory.pin)
+                memory.arena = Arena(layout.total_bytes, pin=pin, locker=locker)
             ssd_bytes = footprint.ssd_bytes_needed(workload, plan)["units"]
             if ssd_bytes:
                 run, pool = memory.open_ssd(self._ssd_paths(ssd_bytes))
@@ -659,6 +692,9 @@ class CompiledModel:
             self.masters = ()
             self._connect(memory, workload, plan)
         except BaseException:
+            states = getattr(memory, "states", None)
+            if states is not None and self.optimizer is not None:
+                states.give_back(self.optimizer)  # the model goes on without us
             memory.close()
             raise
         return memory
@@ -696,9 +732,9 @@ class CompiledModel:
     def _connect(self, memory: Memory, workload: Workload, plan: Plan) -> None:
         """Give the updater the buffers; all programs use the new one."""
         if self.optimizer is None or not self._trained:
+            memory.connected = True
             return
-        if memory.updater is not None:
-            memory.updater.close()
+        old = memory.updater
         rings = {tier: memory.ring(f"gradients {tier}") for tier in ("host", "ssd")}
         own = {i: f"gradients of {unit.name}" for i, unit in enumerate(workload.units)}
         memory.updater = Updater(
@@ -714,11 +750,15 @@ class CompiledModel:
         )
         for program in self.programs.values():
             program.executor.engine.updater = memory.updater
+        memory.connected = True
+        if old is not None:
+            old.close()
 
     # -- running ----------------------------------------------------------------------------
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = [self._input(x) for x in pytree.tree_leaves((args, kwargs))]
+        self._clear_unfinished()
         self._check_step()
         program = self._refined(self._program(args, kwargs))
         executor = program.executor
@@ -827,7 +867,7 @@ class CompiledModel:
             for states in moving:
                 arena = None
                 if tiers[states.unit.name] == "host":
-                    arena = Arena(states.num_bytes, pin=memory.pin)
+                    arena = Arena(states.num_bytes, pin=memory.pin, locker=memory.locker)
                     memory.moved.append(arena)
                 memory.states.move(states, arena)
                 moved.append(states.unit.name)
@@ -855,19 +895,51 @@ class CompiledModel:
         updater = self.memory.updater if self.memory is not None else None
         if updater is None:
             return
-        if updater.torn:
-            raise StepError(
-                "a step failed after some units were updated, so the model stands between two "
-                f"steps: {', '.join(updater.torn)} took the step, the others did not. Call "
-                "model.lohan.close(), load model and optimizer from a checkpoint, and compile "
-                "again. With schedule='serial' nothing is updated before optimizer.step()"
-            )
+        self.check_whole()
         if updater.pending:
             raise StepError(
-                "backward ran, but optimizer.step() was not called since: gradients are consumed "
-                "as they appear, so every backward needs its step before the next forward. To add "
-                "up several backwards, compile with accumulate= or gradients='kept'"
+                "backward ran, but optimizer.step() was not called since, or failed: gradients are "
+                "consumed as they appear, so every backward needs its step before the next "
+                "forward. Call optimizer.step(); to add up several backwards, compile with "
+                "accumulate= or gradients='kept'"
             )
+
+    def _clear_unfinished(self) -> None:
+        """Clear what a failed step left, if a second interrupt struck while that was done."""
+        for program in self.programs.values():
+            if program.executor.unfinished:
+                program.executor.abort()
+
+    def check_whole(self) -> None:
+        """See that weights and states are those of one step, and that their files are whole.
+
+        Raises:
+            StepError: a step failed after some units had taken it.
+            StorageError: a file of the SSD tier has lost a part.
+        """
+        if self.memory is None:
+            return
+        if self.memory.file is not None:
+            self.memory.file.check()
+        torn = self.memory.updater.torn if self.memory.updater is not None else ()
+        if torn:
+            raise StepError(
+                "a step failed after some units were updated, so the model stands between two "
+                f"steps: {', '.join(torn)} took the step, the others did not. Load a checkpoint "
+                "with model.load_state_dict() and optimizer.load_state_dict(), both, and go on; or "
+                "call model.lohan.close(), load, and compile again. With schedule='serial' nothing "
+                "is updated before optimizer.step()"
+            )
+
+    def loaded(self, what: Literal["model", "optimizer"]) -> None:
+        """All weights, or all states of the optimizer, were loaded: the two mend a torn model."""
+        updater = self.memory.updater if self.memory is not None else None
+        if updater is None or not updater.torn:
+            return
+        self._mended |= {what}
+        if self._mended == {"model", "optimizer"}:
+            updater.torn = ()
+            self._mended = set()
 
     def _input(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -905,7 +977,7 @@ class CompiledModel:
         Raises:
             StepError: backward has begun a step that optimizer.step() has not ended.
         """
-        self.check_ended()
+        self.check_saving()
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.give_back(self.optimizer)
         self._materialize_states()
@@ -937,13 +1009,23 @@ class CompiledModel:
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.release(self.optimizer)
 
+    def check_saving(self) -> None:
+        """See that what is saved now are the weights and states of one step.
+
+        Raises:
+            StepError, StorageError: as `check_whole`; or backward has begun a step that
+                optimizer.step() has not ended.
+        """
+        self.check_ended()
+        self.check_whole()
+
     def check_ended(self) -> None:
         """Finish the last step; refuse if it is under way: states are half updated then."""
         updater = self.memory.updater if self.memory is not None else None
         if updater is not None and updater.pending:
             raise StepError(
-                "the optimizer's states are asked for between backward and optimizer.step(), while "
-                "units are being updated: call optimizer.step() first"
+                "the model's weights or the optimizer's states are asked for between backward and "
+                "optimizer.step(), while units are being updated: call optimizer.step() first"
             )
         self.sync()
 
@@ -952,6 +1034,7 @@ class CompiledModel:
         self.pending_states = None
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.take_states(self.optimizer)
+            self.loaded("optimizer")
 
     def finish_step(self) -> None:
         """End the optimizer's work of this step: what optimizer.step() does first."""
@@ -959,6 +1042,7 @@ class CompiledModel:
         if self.memory is None or self.memory.updater is None:
             return
         recorder = self.memory.lanes.recorder
+        self._clear_unfinished()
         began: Stamp = 0.0
         if recorder is not None:
             recorder.phase = "optimizer"
@@ -967,6 +1051,7 @@ class CompiledModel:
         if recorder is not None:
             label = self.memory.lanes.label("join", "optimizer.step")
             recorder.add("gpu", label, began, recorder.mark())
+        self._meter.end_step()
         # the optimizer's own step must not find them
         found = [p for states in self.memory.states.trained for p in states.parameters]
         self._hidden = [(p, p.grad) for p in found if p.grad is not None]
@@ -1071,6 +1156,17 @@ class _StepHook:
             return loss
 
         return args[:1], {**kwargs, "closure": first}
+
+
+def _end_of_load(ref: weakref.ref[CompiledModel]) -> Callable[[nn.Module, Any], None]:
+    """A hook behind model.load_state_dict(): says that all weights were loaded."""
+
+    def hook(_: nn.Module, found: Any) -> None:
+        compiled = ref()
+        if compiled is not None and not found.missing_keys:
+            compiled.loaded("model")
+
+    return hook
 
 
 class _Call:

@@ -56,12 +56,17 @@ def parse_bytes(size: int | str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdDevice:
-    """One directory on an SSD: its rates when it works alone, and its free bytes."""
+    """One directory on an SSD: its rates when it works alone, and its free bytes.
+
+    `endurance_bytes` are the bytes that its maker lets be written in its life (TBW); None if nobody
+    has said. Only the wear in `model.lohan.metrics()` depends on it.
+    """
 
     path: str
     read_bytes_per_s: float
     write_bytes_per_s: float
     capacity_bytes: int
+    endurance_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +126,7 @@ class HardwareProfile:
                 read_bytes_per_s=float(ssd.read_bytes_per_s),
                 write_bytes_per_s=float(ssd.write_bytes_per_s),
                 capacity_bytes=int(ssd.capacity_bytes),
+                endurance_bytes=None if ssd.endurance_bytes is None else int(ssd.endurance_bytes),
             )
             for ssd in self.ssds
         )
@@ -153,6 +159,8 @@ class HardwareProfile:
             for name in ("read_bytes_per_s", "write_bytes_per_s", "capacity_bytes"):
                 _check_positive(f"ssds[{i}].{name}", getattr(ssd, name))
             _check_whole(f"ssds[{i}].capacity_bytes", ssd.capacity_bytes)
+            if ssd.endurance_bytes is not None:
+                _check_positive(f"ssds[{i}].endurance_bytes", ssd.endurance_bytes)
         for name in ("ssd_read_bytes_per_s", "ssd_write_bytes_per_s"):
             rate = getattr(self, name)
             if self.ssds:
@@ -216,7 +224,11 @@ class HardwareProfile:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT_VERSION, **dataclasses.asdict(self)}
+        data = dataclasses.asdict(self)
+        for ssd in data["ssds"]:
+            if ssd["endurance_bytes"] is None:
+                del ssd["endurance_bytes"]
+        return {"format": FORMAT_VERSION, **data}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HardwareProfile:
@@ -236,7 +248,8 @@ class HardwareProfile:
         if not isinstance(values["ssds"], list | tuple):
             raise HardwareError(f"ssds is {values['ssds']!r}, but must be a list of SSDs")
         for i, ssd in enumerate(values["ssds"]):
-            _check_keys(f"ssds[{i}]", ssd, SsdDevice)
+            given = {"endurance_bytes": None, **ssd} if isinstance(ssd, Mapping) else ssd
+            _check_keys(f"ssds[{i}]", given, SsdDevice)
         values["ssds"] = tuple(SsdDevice(**ssd) for ssd in values["ssds"])
         return cls(**values)
 
@@ -450,7 +463,7 @@ def _lohan_server(gpu_name: str, num_ssds: int) -> HardwareProfile:
     # The P5510's data sheet has up to 7.0 GB/s read and 4.2 write (3.84 TB: 6.5 and 3.4). Inferred
     # as what bends least from LoHan's 13B, batch 64 with 1/2/3 SSDs (70.3 / 111.7 / 136.3
     # TFLOPS), which asks for more with one SSD and for less with three: docs/papers.md.
-    ssd = {"read_bytes_per_s": 7.0e9, "write_bytes_per_s": 4.1e9}
+    ssd: dict[str, Any] = {"read_bytes_per_s": 7.0e9, "write_bytes_per_s": 4.1e9}
     # 12 SSDs share the host's PCIe. Inferred from LoHan §III-C: reading 182 GB of model states
     # and writing as many takes 13 s, and the SSD lane is simplex: 182/32 + 182/26.5 = 12.6 s.
     # 13B at batch 8 asks for less (26 GB/s on average), 175B at batch 8 for more (33 GB/s).
@@ -487,7 +500,10 @@ def _lohan_server(gpu_name: str, num_ssds: int) -> HardwareProfile:
 
 def _ssdtrain_server() -> HardwareProfile:
     # SSDTrain, Table II, and §IV-A: "the memory use of the A100 with 4 SSDs". One GPU of the two.
-    ssd = {"read_bytes_per_s": 7.2e9, "write_bytes_per_s": 6.2e9}  # spec, P5800X 1.6 TB
+    ssd: dict[str, Any] = {
+        "read_bytes_per_s": 7.2e9,
+        "write_bytes_per_s": 6.2e9,
+    }  # spec, P5800X 1.6 TB
     link_bytes_per_s = 24e9  # inferred: PCIe 4 x16 moves 24 to 26 of its 31.5 GB/s
     return HardwareProfile(
         name="ssdtrain-a100-4xp5800x",
@@ -554,7 +570,10 @@ def _memferry_server() -> HardwareProfile:
 
 def _h100_server() -> HardwareProfile:
     # This project's own measurements: one H100 80GB HBM3, PCIe 5 x16, 16 vCPU.
-    ssd = {"read_bytes_per_s": 2.4e9, "write_bytes_per_s": 3.4e9}  # O_DIRECT; read 2.2 to 2.6
+    ssd: dict[str, Any] = {
+        "read_bytes_per_s": 2.4e9,
+        "write_bytes_per_s": 3.4e9,
+    }  # O_DIRECT; read 2.2 to 2.6
     return HardwareProfile(
         name="h100-1ssd",
         device_kind="cuda",

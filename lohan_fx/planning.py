@@ -31,6 +31,7 @@ from lohan_fx.models import NamedModel, family_of, named
 from lohan_fx.plan import Schedule
 from lohan_fx.planned import Planned, Search, SearchKind, Trial, hardware
 from lohan_fx.planners import Planner, PlannerOptions, get, make_plan
+from lohan_fx.progress import Line
 from lohan_fx.replicate import NotRepeatedError, extrapolate
 from lohan_fx.report import short_bytes
 from lohan_fx.runtime.optimizer import SUPPORTED, UnitOptimizer, check_supported
@@ -575,8 +576,11 @@ class _Request:
     tracer: Callable[[Model], Tracer]
 
     def plan(self, tracer: Tracer, batch: int | None, search: Search | None = None) -> Planned:
-        traced = tracer.workload(batch)
-        made = make_plan(self.strategy, traced.workload, self.hw, self.budget, self.options)
+        line = Line()
+        with line.stage("tracing the model"):
+            traced = tracer.workload(batch)
+        with line.stage("planning"):
+            made = make_plan(self.strategy, traced.workload, self.hw, self.budget, self.options)
         return Planned(
             model=tracer.name,
             workload=traced.workload,

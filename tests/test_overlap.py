@@ -546,9 +546,9 @@ def test_closing_runs_what_is_queued() -> None:
     lane.close()
     assert jobs.ran == ["4", "3", "2", "1", "0"]
     assert not lane._ranks
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(StepError, match="closed"):
         lane.submit(lambda: None)
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(StepError, match="closed"):
         lane.submit_ranked(lambda: None, 0, finished())
 
 

@@ -52,7 +52,11 @@ class Delays:
         submit = Lane.submit
 
         def late_submit(
-            lane: Lane, job: Callable[[], None], ticket: Ticket | None = None
+            lane: Lane,
+            job: Callable[[], None],
+            ticket: Ticket | None = None,
+            *more: Any,
+            **options: Any,
         ) -> Ticket:
             held = [job]  # lanes drop a job before its ticket is signalled
 
@@ -61,7 +65,7 @@ class Delays:
                 held.pop()()
                 self.sleep()
 
-            return submit(lane, late, ticket)
+            return submit(lane, late, ticket, *more, **options)
 
         patch.setattr(Lane, "submit", late_submit)
         for cls, method in (

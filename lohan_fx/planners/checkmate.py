@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from lohan_fx import progress
 from lohan_fx.errors import InsufficientMemoryError, format_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Action, Plan, Tier
@@ -237,6 +238,7 @@ class _Run:
     ) -> OracleResult | None:
         """The program's schedule; by rounding if it takes too long; None if that fails, too."""
         limits = replace(self.strategy.limits, time_s=self.strategy.limits.time_s / num_programs)
+        progress.report(f"{limits.solver} for {label}, at most {limits.time_s:.0f} s")
         try:
             result = solve_graph(graph, budget_bytes, links, limits, kept_bytes=kept_bytes)
         except InsufficientMemoryError:

@@ -23,6 +23,7 @@ from itertools import zip_longest
 
 import numpy as np
 
+from lohan_fx import progress
 from lohan_fx.errors import InsufficientMemoryError, LohanError, PlanError, format_bytes
 from lohan_fx.footprint import host_bytes_needed, ssd_bytes_needed
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
@@ -222,6 +223,7 @@ class _Search:
         )
         for step in steps:
             if not self.done:
+                progress.report(f"pareto: {step.__name__.replace('_', ' ')}{self.so_far}")
                 step()
         if self.best is None:
             self.lean_plan()
@@ -241,6 +243,13 @@ class _Search:
         return replace(self.best.plan, strategy=NAME, notes=notes), report
 
     # -- the best so far ----------------------------------------------------------------------
+
+    @property
+    def so_far(self) -> str:
+        """The best step and its bound, for people who wait."""
+        if self.best is None:
+            return ""
+        return f", best step {self.best.seconds:.3g} s, bound {self.bound_s:.3g} s"
 
     @property
     def done(self) -> bool:
@@ -392,6 +401,7 @@ class _Search:
                 continue  # it would plan what "lohan" plans
             if not all_fit and _wants_all_resident(name, self.options):
                 continue  # it cannot fit, and large models take seconds to find that out
+            progress.report(f"pareto: trying {name}{self.so_far}")
             try:
                 made = self._made(name)
                 found = finish(*args, made, name) if isinstance(made, Choices) else made

@@ -22,6 +22,7 @@ _SHARED_PIECE_BYTES = 256 << 20
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10  # Linux, all architectures; not in Python's mmap module
 _MADV_REMOVE = 9  # frees shared memory, where MADV_DONTNEED only unmaps it; not in Python's mmap
+_MREMAP_TO = 0x3  # MREMAP_MAYMOVE | MREMAP_FIXED
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -33,6 +34,14 @@ _libc.mmap.argtypes = (
     ctypes.c_int,
     ctypes.c_int,
     ctypes.c_long,
+)
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -71,6 +80,21 @@ def reserve_addresses(num_bytes: int) -> int:
 def map_file_at(address: int, num_bytes: int, fd: int, offset: int) -> None:
     """Map `num_bytes` of a file, shared and writable, over reserved addresses."""
     _mmap(address, num_bytes, _READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd, offset)
+
+
+def replace_pages(address: int, content: torch.Tensor) -> None:
+    """Put new shared memory with `content` in the place of mapped pages, at once.
+
+    `content` is uint8 on the CPU, in whole pages. OSError if the system refuses.
+    """
+    num_bytes = content.numel()
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
+    made = _mmap(None, num_bytes, _READ_WRITE, flags, -1, 0)
+    ctypes.memmove(made, content.data_ptr(), num_bytes)
+    if _libc.mremap(made, num_bytes, num_bytes, _MREMAP_TO, address) == _MAP_FAILED:
+        code = ctypes.get_errno()
+        unmap(made, num_bytes)
+        raise OSError(code, os.strerror(code))
 
 
 def unmap(address: int, num_bytes: int) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import resource
 import threading
 import warnings
 from collections import deque
@@ -76,7 +77,13 @@ class Layout:
 
 
 class PageLocker:
-    """Pins host memory for GPU copies. Tests pass a subclass that needs no GPU."""
+    """Pins host memory for GPU copies. Tests pass a subclass that needs no GPU.
+
+    Attributes:
+        warned: one of the arenas that share it has said that memory is not pinned.
+    """
+
+    warned: bool = False
 
     def available(self) -> bool:
         return torch.cuda.is_available()
@@ -106,7 +113,7 @@ class Arena:
         num_bytes: size in bytes, more than 0; rounded up to `ALIGNMENT`.
         pin: whether `register` pins. Without a GPU one warning says that it does not.
         available_bytes: host memory that may be taken, instead of what the system reports.
-        locker: pins memory.
+        locker: pins memory. Arenas that share one warn once together.
 
     Raises:
         InsufficientMemoryError: the slab is larger than the available memory of the machine or
@@ -126,7 +133,6 @@ class Arena:
         self.num_bytes = round_up(num_bytes)
         self._locker = locker or PageLocker()
         self._pin = pin and self._locker.available()
-        self._warned = False
         self._locked: dict[int, int] = {}  # offset to bytes
         have_bytes = available_host_bytes() if available_bytes is None else available_bytes
         if self.num_bytes > have_bytes:
@@ -181,7 +187,10 @@ class Arena:
             return False
         refusal = self._locker.lock(self._address + offset, num_bytes)
         if refusal:
-            self._warn(f"{format_bytes(num_bytes)} were refused: {refusal}")
+            self._warn(
+                f"{format_bytes(num_bytes)} were refused: {refusal}. The limit on locked memory "
+                f"is {_locked_limit()} (ulimit -l): raise it, or give a smaller host budget"
+            )
             return False
         self._locked[offset] = num_bytes
         return True
@@ -218,13 +227,19 @@ class Arena:
         return self._slab
 
     def _warn(self, reason: str) -> None:
-        if not self._warned:
-            self._warned = True
+        if not self._locker.warned:
+            self._locker.warned = True
             warnings.warn(
                 f"host memory is not pinned, GPU copies will be slower: {reason}",
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+_CLOSED = (
+    "the ring of staging buffers is closed: the compiled model was closed, or a thread of its was "
+    "ended from outside"
+)
 
 
 class BufferRing:
@@ -262,16 +277,17 @@ class BufferRing:
         """
         ticket = object()
         with self._changed:
-            self._waiting.append(ticket)
             try:
+                self._waiting.append(ticket)
                 self._changed.wait_for(
                     lambda: self._closed or (self._free and self._waiting[0] is ticket)
                 )
                 if self._closed:
-                    raise StorageError("the ring of staging buffers is closed")
+                    raise StorageError(_CLOSED)
                 return self._buffers[self._free.popleft()]
-            finally:
-                self._waiting.remove(ticket)
+            finally:  # also when the wait is interrupted
+                if ticket in self._waiting:
+                    self._waiting.remove(ticket)
                 self._changed.notify_all()
 
     def try_acquire(self) -> torch.Tensor | None:
@@ -282,7 +298,7 @@ class BufferRing:
         """
         with self._changed:
             if self._closed:
-                raise StorageError("the ring of staging buffers is closed")
+                raise StorageError(_CLOSED)
             if not self._free or self._waiting:
                 return None
             return self._buffers[self._free.popleft()]
@@ -294,6 +310,16 @@ class BufferRing:
             if address not in self._buffers or address in self._free:
                 raise ValueError(f"no buffer at {address:#x} is lent by this ring")
             self._free.append(address)
+            self._changed.notify_all()
+
+    def reset(self) -> None:
+        """Take back every buffer: what an interrupted borrower did not release.
+
+        Nothing may be using or waiting for one.
+        """
+        with self._changed:
+            self._free = deque(self._buffers)
+            self._waiting.clear()
             self._changed.notify_all()
 
     @contextlib.contextmanager
@@ -361,6 +387,11 @@ def _headroom(directory: Path, limit: str, usage: str, droppable: str) -> int | 
     return max(0, int(limit_bytes) - used_bytes + int(stat.get(droppable, 0)))
 
 
+def _locked_limit() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+
+
 def _insufficient(need_bytes: int, have_bytes: int) -> InsufficientMemoryError:
     return InsufficientMemoryError(
         "host",
@@ -378,8 +409,11 @@ def _touch(address: int, num_bytes: int) -> None:
     )
     share = round_up(-(-num_bytes // num_threads))
     with ThreadPoolExecutor(num_threads, thread_name_prefix="lohan_fx-touch") as pool:
-        for start in range(0, num_bytes, share):
-            pool.submit(ctypes.memset, address + start, 0, min(share, num_bytes - start))
+        try:
+            for start in range(0, num_bytes, share):
+                pool.submit(ctypes.memset, address + start, 0, min(share, num_bytes - start))
+        except RuntimeError:  # no more threads: slower, but it is the same
+            ctypes.memset(address, 0, num_bytes)
 
 
 def _unlock(locker: PageLocker, locked: dict[int, int], base: int) -> None:

@@ -6,17 +6,17 @@ once except release, wait and wait_unit, which make compute wait for a transfer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lohan_fx.errors import InsufficientMemoryError, StorageError
 from lohan_fx.footprint import PAGE_BYTES, STRIPE_BYTES
 from lohan_fx.plan import Tier
 from lohan_fx.program import window_storage
-from lohan_fx.runtime.arena import Arena
+from lohan_fx.runtime.arena import Arena, PageLocker
 from lohan_fx.runtime.lanes import Lanes, Ticket, storage_of
 from lohan_fx.runtime.recording import Label, Stamp
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
@@ -41,8 +41,9 @@ class SlotStore:
         places: parts of equal size, for so many forwards that wait at once.
     """
 
-    def __init__(self, *, pin: bool, places: int = 1) -> None:
+    def __init__(self, *, pin: bool, locker: PageLocker | None = None, places: int = 1) -> None:
         self._pin = pin
+        self._locker = locker
         self.places = places
         self.arena: Arena | None = None
         self.file: StripedFile | None = None
@@ -66,7 +67,7 @@ class SlotStore:
                 self.arena = None
             try:
                 self.arena = self._slab(num_bytes)
-            except InsufficientMemoryError:
+            except BaseException:
                 self.arena = self._slab(have) if have else None  # for the programs that there are
                 raise
 
@@ -84,12 +85,12 @@ class SlotStore:
 
             try:
                 self.file = make(num_bytes)
-            except StorageError:
+            except BaseException:
                 self.file = make(have) if have else None  # for the programs that there are
                 raise
 
     def _slab(self, num_bytes: int) -> Arena:
-        arena = Arena(self.places * num_bytes, pin=self._pin)
+        arena = Arena(self.places * num_bytes, pin=self._pin, locker=self._locker)
         arena.register(0, self.places * num_bytes)
         return arena
 
@@ -167,7 +168,6 @@ class Engine:
         source = source[:size]
         written = None
         label = self.lanes.label("offload", where.name)
-        began = self._pause()
         if where.tier == "host":
             assert self.store.arena is not None
             target = self.store.arena.view(self._offset(where), size)
@@ -184,7 +184,6 @@ class Engine:
             copied=copied,
             written=written,
         )
-        self._resume(began)
 
     def _offset(self, where: Slot) -> int:
         store = self.store
@@ -203,7 +202,6 @@ class Engine:
             loan.loaded = loan.copied
             return loan.held
         label = self.lanes.label("prefetch", where.name)
-        began = self._pause()
         flat = torch.empty(loan.num_bytes, dtype=torch.uint8, device=self.lanes.device)
         if where.tier == "host":
             assert self.store.arena is not None
@@ -214,7 +212,6 @@ class Engine:
             loan.loaded = self.lanes.from_ssd(
                 self.store.file, self._offset(where), flat, label, after=loan.written
             )
-        self._resume(began)
         whole = loan.num_bytes // loan.dtype.itemsize * loan.dtype.itemsize
         return flat[:whole].view(loan.dtype).as_strided(loan.size, loan.stride, loan.storage_offset)
 
@@ -230,18 +227,25 @@ class Engine:
         flats = states.flats
         assert flats is not None
         label = self.lanes.label("fetch_unit", window_storage(states.unit.name, window))
-        began = self._pause()
         flat = torch.empty_like(flats.compute, device=self.lanes.device)
         after = self.updater.fresh(unit) if self.updater is not None else None
-        if states.tier == "host":
+        if not states.on_ssd:
             ticket = self.lanes.to_device([(flats.compute, flat)], label, after)
         else:
             assert self.states.file is not None
+
+            def parked() -> Tensor | None:
+                return None if states.on_ssd else flats.compute.view(torch.uint8)
+
             ticket = self.lanes.from_ssd(
-                self.states.file, states.offset, flat.view(torch.uint8), label, after=after
+                self.states.file,
+                states.offset,
+                flat.view(torch.uint8),
+                label,
+                after=after,
+                instead=parked,
             )
         self._fetches[self.place, unit] = ticket
-        self._resume(began)
         return flat
 
     def wait_unit(self, flat: Tensor, unit: int, window: int) -> list[Tensor]:
@@ -293,26 +297,39 @@ class Engine:
     # -- recording --------------------------------------------------------------------------
 
     def _pause(self) -> Stamp | None:
-        """Compute pauses for an op of ours (noted only while a step is recorded)."""
+        """Compute pauses for an op of ours; None if that is not noted (CUDA, not recorded)."""
         recorder = self.lanes.recorder
-        return recorder.end_compute() if recorder is not None else None
+        if recorder is not None:
+            return recorder.end_compute()
+        return None if self.lanes.device.type == "cuda" else time.perf_counter()
 
     def _resume(self, began: Stamp | None, stall: Label | None = None) -> None:
         """Compute goes on; `stall` labels the time since `began` as waiting."""
+        if began is None:
+            return
+        if stall is not None and isinstance(began, float):
+            self.lanes.exposed_s += time.perf_counter() - began
         recorder = self.lanes.recorder
-        if recorder is not None and began is not None:
+        if recorder is not None:
+            now = recorder.mark()
             if stall is not None:
-                recorder.add("gpu", stall, began, recorder.mark())
-            recorder.begin_compute()
+                recorder.add("gpu", stall, began, now)
+            recorder.begin_compute(now)
 
     # -- one step ---------------------------------------------------------------------------
 
     def reset(self, place: int | None = None) -> None:
-        """Forget what a step left behind that did not run to its end, in one place or in all."""
+        """Forget what a step left behind that did not run to its end, in one place or in all.
+
+        An interrupt may have struck between any two lines: so nothing is undone by its record,
+        but everything that may run is waited for, and all buffers are taken back.
+        """
         self.lanes.drain()
+        if self.store.file is not None:
+            self.store.file.drain()
+        if self.lanes.staging is not None:
+            self.lanes.staging.reset()
         for key in [k for k in self._loans if place in (None, k[0])]:
-            loan = self._loans.pop(key)
-            if loan.written is not None:
-                loan.written.settle()
+            del self._loans[key]
         for key in [k for k in self._fetches if place in (None, k[0])]:
             del self._fetches[key]

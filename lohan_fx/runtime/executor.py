@@ -62,6 +62,10 @@ class Executor:
         engine: what the program's ops call.
         parameters: name → tensor that the graph reads, for device-resident parameters.
         buffers: name → the module's buffer, looked up when it is needed.
+
+    Attributes:
+        unfinished: a half is running, or failed and what it left has not been cleared: an
+            interrupt may strike in `abort` too. The next forward clears it.
     """
 
     captured: Captured
@@ -70,6 +74,7 @@ class Executor:
     parameters: Callable[[str], Tensor]
     buffers: Callable[[str], Tensor]
     waiting: list[Pending] = field(default_factory=list)
+    unfinished: bool = field(default=False)
     timer: OpTimer | None = field(default=None)
 
     @property
@@ -95,28 +100,30 @@ class Executor:
         if recorder is not None:
             recorder.phase = "forward"
             recorder.begin_compute()
+        self.unfinished = True
         try:
             results = self._run(self.halves.forward, arguments)
             if recorder is not None:
                 recorder.end_compute()
+            num_saved = self.halves.num_saved
+            split = len(results) - num_saved
+            outputs: list[Any] = [None] * self.captured.num_outputs
+            for value, role in zip(results[:split], self.halves.forward_outputs, strict=True):
+                if role.kind == "output":
+                    outputs[role.index] = value
+                else:
+                    target = self.buffers(role.target) if role.target else inputs[role.index]
+                    with torch.no_grad():
+                        target.copy_(value)
+            if self.halves.backward is not None:
+                saved = list(results[split:])
+                self.waiting.append(
+                    Pending(saved=saved, inputs=list(inputs), place=place, number=number)
+                )
+            self.unfinished = False
         except BaseException:
             self._fail(place)
             raise
-        num_saved = self.halves.num_saved
-        split = len(results) - num_saved
-        outputs: list[Any] = [None] * self.captured.num_outputs
-        for value, role in zip(results[:split], self.halves.forward_outputs, strict=True):
-            if role.kind == "output":
-                outputs[role.index] = value
-            else:
-                target = self.buffers(role.target) if role.target else inputs[role.index]
-                with torch.no_grad():
-                    target.copy_(value)
-        if self.halves.backward is not None:
-            saved = list(results[split:])
-            self.waiting.append(
-                Pending(saved=saved, inputs=list(inputs), place=place, number=number)
-            )
         return tuple(outputs)
 
     def backward(
@@ -131,6 +138,7 @@ class Executor:
         if self.engine.lanes.closed:
             raise StepError("the compiled model was closed or deleted: its backward cannot run")
         saved = pending.take()
+        self.unfinished = True
         self.waiting.remove(pending)
         self.engine.place = pending.place
         assert self.halves.backward is not None
@@ -154,38 +162,49 @@ class Executor:
                 recorder.end_compute()
             if updater is not None:
                 updater.end()
+            found = {
+                (role.target, role.index): value
+                for role, value in zip(self.halves.backward_outputs, gradients, strict=True)
+            }
+            self.unfinished = False
         except BaseException:
             self._fail(pending.place)
             raise
-        return {
-            (role.target, role.index): value
-            for role, value in zip(self.halves.backward_outputs, gradients, strict=True)
-        }
+        return found
 
     def _run(self, half: fx.GraphModule, arguments: list[Any]) -> Any:
         return half(arguments) if self.timer is None else self.timer.run(half, arguments)
 
     def drop(self, pending: Pending) -> None:
         """Forget a forward whose backward never came."""
+        self.unfinished = True
         pending.drop()
         self.waiting.remove(pending)
         self.engine.reset(pending.place)
+        self.unfinished = False
 
     def drop_pending(self) -> None:
         """Forget all forwards whose backward never came."""
+        if self.unfinished:
+            self.abort()
         for pending in list(self.waiting):
             self.drop(pending)
 
     def abort(self) -> None:
         """Leave nothing behind: what waits, or runs, never ends."""
-        self.drop_pending()
+        self.unfinished = True
+        for pending in self.waiting:
+            pending.drop()
+        self.waiting.clear()
         self._fail(None)
 
     def _fail(self, place: int | None) -> None:
         """Leave nothing behind of a half that failed; its error is on the way to the user."""
+        self.unfinished = True
         self.engine.reset(place)
         if self.engine.updater is not None:
             self.engine.updater.abort()
+        self.unfinished = False
 
     def _argument(self, role: InputRole, inputs: Sequence[Any]) -> Any:
         if role.kind == "parameter":

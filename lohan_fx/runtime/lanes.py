@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -20,12 +21,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lohan_fx.errors import LohanError, StepError
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.recording import Label, Recorder
 from lohan_fx.runtime.ssd import OnSpan, StripedFile
 
 _CHUNKS_AHEAD = 4
 """SSD reads of one transfer in flight while an earlier chunk is copied."""
+
+
+_Job = tuple[Callable[[], None], "Ticket", Sequence["Ticket"]]
 
 
 class Ticket:
@@ -50,6 +55,11 @@ class Ticket:
         self._error = error
         self._signal.set()
 
+    @property
+    def error(self) -> BaseException | None:
+        """Why the transfer failed, if it has ended and failed."""
+        return self._error
+
     def wait(self) -> None:
         """Make the compute stream (on a CPU device: the caller) wait for the transfer."""
         self._signal.wait()
@@ -65,6 +75,10 @@ class Ticket:
             raise self._error
         if self.event is not None:
             self.event.synchronize()
+
+    def ended(self) -> bool:
+        """Whether the transfer was signalled; on CUDA it may be queued still."""
+        return self._signal.is_set()
 
     def done(self) -> bool:
         """Whether the bytes have arrived, or never will."""
@@ -86,30 +100,79 @@ class Ticket:
 
 class Lane:
     """One thread that runs jobs in order. A job's closure is gone before its ticket is signalled,
-    so that the memory it held falls at a known point."""
+    so that the memory it held falls at a known point.
 
-    def __init__(self, name: str, stream: torch.cuda.Stream | None = None) -> None:
+    Nobody waits for a lane that is gone: if its thread is ended from outside, all that was
+    submitted fails, and `submit` raises; so it does in a forked child, which has no threads.
+
+    Attributes:
+        busy_s: seconds of copies so far; 0.0 on CUDA, where the host does not see them.
+
+    Args:
+        on_lost: called when the thread was ended from outside.
+
+    Raises:
+        LohanError: the system refuses a thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        stream: torch.cuda.Stream | None = None,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
         self.stream = stream
-        self._jobs: deque[tuple[Callable[[], None], Ticket]] = deque()
+        self._on_lost = on_lost
+        self.busy_s = 0.0
+        self._name = name
+        self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._lost: BaseException | None = None
+        self._current: tuple[Ticket, ...] = ()
         self._thread = threading.Thread(target=self._run, name=f"lohan_fx-{name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise LohanError(
+                f"cannot start the {name} thread: {error}; raise the limit on processes "
+                "(ulimit -u, or the container's pids limit), or end other programs"
+            ) from error
 
-    def submit(self, job: Callable[[], None], ticket: Ticket | None = None) -> Ticket:
-        """Queue a job. It may use `self.stream`; the ticket's event is recorded behind it."""
+    def submit(
+        self, job: Callable[[], None], ticket: Ticket | None = None, also: Sequence[Ticket] = ()
+    ) -> Ticket:
+        """Queue a job. It may use `self.stream`; the ticket's event is recorded behind it.
+
+        Args:
+            also: tickets that the job is to signal; they fail if it can never run.
+
+        Raises:
+            StepError: the lane is closed, or its thread is gone.
+        """
         ticket = ticket or Ticket()
         with self._changed:
             if self._closed:
-                raise RuntimeError("the lane is closed")
-            self._jobs.append((job, ticket))
+                raise StepError(f"the {self._name} lane is closed: the compiled model was closed")
+            if self._lost is not None or not self._thread.is_alive():
+                raise self._gone() from self._lost
+            self._jobs.append((job, ticket, also))
             self._changed.notify()
         return ticket
 
+    def _gone(self) -> StepError:
+        return StepError(
+            f"the {self._name} thread is gone ({self._lost or 'it does not survive a fork'}): "
+            "call model.lohan.close(), load model and optimizer from a checkpoint, and compile "
+            "again"
+        )
+
     def drain(self) -> None:
         """Wait until everything that was submitted has ended, failed or not."""
-        ticket = self.submit(lambda: None)
-        ticket.synchronize()
+        if self._closed:
+            self.close()
+        elif self._lost is None and self._thread.is_alive():
+            self.submit(lambda: None).settle()
 
     def close(self) -> None:
         """Finish what was submitted and join the thread. A second call does nothing."""
@@ -120,29 +183,47 @@ class Lane:
             self._thread.join()
 
     def _run(self) -> None:
-        while True:
+        try:
+            while self._run_next():
+                pass
+        except BaseException as error:
             with self._changed:
-                while not self._jobs and not self._closed:
-                    self._changed.wait()
-                if not self._jobs:
-                    return
-                job, ticket = self._take()
-            try:
-                with self._context():
-                    job()
-                event = None
-                if self.stream is not None:
-                    event = torch.cuda.Event()
-                    event.record(self.stream)
-            except BaseException as error:  # noqa: BLE001 - whoever waits for the ticket gets it
-                del job
-                ticket.fail(error)
-            else:
-                del job
-                ticket.finish(event)
-            del ticket
+                self._lost = error
+                left = [t for _, ticket, also in self._jobs for t in (ticket, *also)]
+                self._jobs.clear()
+            for ticket in (*self._current, *left):
+                if not ticket.ended():
+                    ticket.fail(self._gone())
+            if self._on_lost is not None:
+                self._on_lost()
+            raise
 
-    def _take(self) -> tuple[Callable[[], None], Ticket]:
+    def _run_next(self) -> bool:
+        """Run one job; False when the lane is closed and has none."""
+        with self._changed:
+            while not self._jobs and not self._closed:
+                self._changed.wait()
+            if not self._jobs:
+                return False
+            job, ticket, also = self._take()
+            self._current = (ticket, *also)
+        try:
+            with self._context():
+                job()
+            event = None
+            if self.stream is not None:
+                event = torch.cuda.Event()
+                event.record(self.stream)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the ticket gets it
+            del job
+            ticket.fail(error)
+        else:
+            del job
+            ticket.finish(event)
+        self._current = ()
+        return True
+
+    def _take(self) -> _Job:
         """The next job; there is one. The lock is held."""
         return self._jobs.popleft()
 
@@ -158,29 +239,35 @@ class RankedLane(Lane):
     submitted without one are always ready and of rank 0.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_lost: Callable[[], None] | None = None) -> None:
         self._ranks: dict[Ticket, tuple[int | None, Ticket]] = {}
-        super().__init__(name)
+        super().__init__(name, on_lost=on_lost)
 
-    def submit_ranked(self, job: Callable[[], None], rank: int | None, ready: Ticket) -> Ticket:
-        """Queue a job that waits for `ready` itself."""
+    def submit_ranked(
+        self,
+        job: Callable[[], None],
+        rank: int | None,
+        ready: Ticket,
+        also: Sequence[Ticket] = (),
+    ) -> Ticket:
+        """Queue a job that waits for `ready` itself. `also` as for `submit`."""
         ticket = Ticket()
         self._ranks[ticket] = (rank, ready)
-        return self.submit(job, ticket)
+        return self.submit(job, ticket, also)
 
     def drain(self) -> None:
         """Wait until everything that was submitted has ended, failed or not."""
         with self._changed:
-            tickets = [ticket for _, ticket in self._jobs]
+            tickets = [ticket for _, ticket, _ in self._jobs]
         for ticket in tickets:
             ticket.settle()
         super().drain()
 
-    def _take(self) -> tuple[Callable[[], None], Ticket]:
+    def _take(self) -> _Job:
         best = 0
         best_rank: float | None = None
         in_order = False
-        for k, (_, ticket) in enumerate(self._jobs):
+        for k, (_, ticket, _) in enumerate(self._jobs):
             rank, ready = self._ranks.get(ticket, (0, None))
             if rank is None:
                 if in_order:
@@ -189,10 +276,10 @@ class RankedLane(Lane):
             value = math.inf if rank is None else rank
             if (best_rank is None or value < best_rank) and (ready is None or ready.done()):
                 best, best_rank = k, value
-        job, ticket = self._jobs[best]
+        found = self._jobs[best]
         del self._jobs[best]
-        self._ranks.pop(ticket, None)
-        return job, ticket
+        self._ranks.pop(found[1], None)
+        return found
 
 
 def storage_of(tensor: Tensor) -> Tensor:
@@ -229,6 +316,11 @@ class Lanes:
     Args:
         device: the compute device.
         staging: buffers for SSD transfers; None if nothing is on SSDs.
+
+    Attributes:
+        exposed_s: seconds that compute has waited for transfers (on a CPU device).
+        wait_s, update_s: seconds that steps' ends have waited for updates, and of updates in host
+            memory (`Updater` counts them here, as it may be replaced).
     """
 
     def __init__(self, device: torch.device, staging: BufferRing | None = None) -> None:
@@ -236,11 +328,16 @@ class Lanes:
         self.staging = staging
         self.counters = Counters()
         self.closed = False
+        self.exposed_s = self.wait_s = self.update_s = 0.0
         self.recorder: Recorder | None = None
         self._count_lock = threading.Lock()
         self._cuda = device.type == "cuda"
         self.d2h = Lane("d2h", torch.cuda.Stream(device) if self._cuda else None)
-        self.h2d = Lane("h2d", torch.cuda.Stream(device) if self._cuda else None)
+        try:
+            self.h2d = Lane("h2d", torch.cuda.Stream(device) if self._cuda else None)
+        except BaseException:
+            self.d2h.close()
+            raise
 
     def count(self, **amounts: int) -> None:
         with self._count_lock:
@@ -290,9 +387,12 @@ class Lanes:
             if stream is not None and start is not None:
                 stream.wait_event(start)
             began = recorder.mark() if recorder is not None else 0.0
+            began_s = time.perf_counter()
             while pairs:
                 source, destination = pairs.pop()
                 destination.copy_(source, non_blocking=True)
+            if stream is None:
+                lane.busy_s += time.perf_counter() - began_s
             if recorder is not None:
                 recorder.add(link, label, began, recorder.mark(), size)
 
@@ -336,7 +436,7 @@ class Lanes:
                 raise
             _when_all_done(writes, written)
 
-        return self.d2h.submit(job), written
+        return self.d2h.submit(job, also=(written,)), written
 
     def _write_chunks(
         self,
@@ -378,8 +478,12 @@ class Lanes:
         destination: Tensor,
         label: Label,
         after: Ticket | None = None,
+        instead: Callable[[], Tensor | None] = lambda: None,
     ) -> Ticket:
-        """Read flat device bytes from a file, once `after` (the write of them) has ended."""
+        """Read flat device bytes from a file, once `after` (the write of them) has ended.
+
+        `instead` is asked then, on the lane: the host bytes to take instead, if the write failed.
+        """
         size = destination.numel()
         self.count(h2d_bytes=size, ssd_read_bytes=size)
         start = self.mark()
@@ -388,6 +492,12 @@ class Lanes:
         def job() -> None:
             if after is not None:
                 after.synchronize()
+            elsewhere = instead()
+            if elsewhere is not None:
+                if self.h2d.stream is not None and start is not None:
+                    self.h2d.stream.wait_event(start)
+                held.pop().copy_(elsewhere)
+                return
             self._read_chunks(held.pop(), file, offset, start, label)
 
         return self.h2d.submit(job)
@@ -444,12 +554,13 @@ class Lanes:
     @contextmanager
     def _recorded(self, lane: Literal["d2h", "h2d"], label: Label, size: int) -> Iterator[None]:
         recorder = self.recorder
-        if recorder is None:
-            yield
-            return
-        began = recorder.mark()
+        began = recorder.mark() if recorder is not None else 0.0
+        began_s = time.perf_counter()
         yield
-        recorder.add(lane, label, began, recorder.mark(), size)
+        if not self._cuda:
+            (self.d2h if lane == "d2h" else self.h2d).busy_s += time.perf_counter() - began_s
+        if recorder is not None:
+            recorder.add(lane, label, began, recorder.mark(), size)
 
     def on_io(self, label: Label, size: int) -> OnSpan | None:
         """For a transfer's `on_span`: leaves a span on the ssd lane while a step is recorded."""

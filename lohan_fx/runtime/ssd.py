@@ -26,7 +26,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +49,29 @@ MAX_IO_BYTES = 16 << 20
 
 _MAX_SPANS = 1024  # IOV_MAX on Linux
 _MAX_STALLS = 8  # consecutive system calls that end short of one sector
+_RETRIES_S = (0.01, 0.1, 0.5)  # waits before a failed system call is made again
+_MAY_PASS = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.EDQUOT,
+        errno.EIO,
+        errno.ENOBUFS,
+        errno.ENOMEM,
+        errno.ENOSPC,
+        errno.EREMOTEIO,
+        errno.ETIMEDOUT,
+    }
+)
+_ADVICE = {
+    errno.ENOSPC: "free some space there",
+    errno.EDQUOT: "free some space there, or raise the quota",
+    errno.EROFS: "the file system was remounted read-only, as after errors: see dmesg",
+    errno.ENODEV: "the disk is gone: see dmesg, and whether it is still mounted",
+    errno.ENXIO: "the disk is gone: see dmesg, and whether it is still mounted",
+    errno.ESTALE: "the file or its server is gone: use a directory on a local file system",
+}
+_SEE = "see dmesg for errors of the disk; go on from a checkpoint, with another SSD directory"
 _LOCK_NAME = "lohan_fx.lock"
 _RUN_NAME = re.compile(r"lohan_fx-\d+-[a-z0-9_]{8}")
 
@@ -70,6 +93,9 @@ class Syscalls:
 
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
 
 
 # ---------------------------------------------------------------------------------------
@@ -258,11 +284,13 @@ class IoCounters:
 
     Bytes are those that the system calls moved, padding to `ALIGNMENT` included;
     `busy_s` is the time, in seconds, during which at least one transfer was running, so that
-    bytes / `busy_s` is the bandwidth that was reached.
+    bytes / `busy_s` is the bandwidth that was reached. `num_retries` are system calls that were
+    made again because they had failed.
     """
 
     bytes_read: int
     bytes_written: int
+    num_retries: int
     busy_s: float
 
 
@@ -275,20 +303,28 @@ class IoPool:
 
     Urgent transfers go ahead of others that wait; within each kind first come, first served.
     So what compute waits for (activations, parameters) does not stand behind the model states
-    of a whole unit.
+    of a whole unit. The threads end with `close`, with the pool, or with the process.
+
+    Raises:
+        StorageError: the system refuses a thread.
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="lohan_fx-io")
-        self._lock = threading.Lock()
-        self._queue: list[tuple[bool, int, Callable[[], None], _Batch]] = []
-        self._count = itertools.count()
-        self._closed = False
-        self._bytes_read = 0
-        self._bytes_written = 0
-        self._busy_s = 0.0
-        self._num_running = 0
-        self._busy_since = 0.0
+        self._queue = _Queue()
+        self._finalizer = weakref.finalize(self, self._queue.close)
+        self._threads = [
+            threading.Thread(target=self._queue.run, name=f"lohan_fx-io_{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:
+            self._queue.close()
+            raise StorageError(
+                f"cannot start {num_threads} threads for SSD transfers: {error}; raise the limit "
+                "on processes (ulimit -u, or the container's pids limit), or end other programs"
+            ) from error
 
     def submit(
         self,
@@ -301,66 +337,124 @@ class IoPool:
 
         So a buffer may be used again when the future has ended, whatever the outcome. The
         future raises the first exception; it cannot be cancelled. Do not wait for it on a
-        thread of this pool. After `close` it raises StorageError. `on_span(start, end)` gets the
-        seconds of `time.perf_counter` at which the first task began and the last one ended,
-        before the future ends.
+        thread of this pool. After `close`, and in a forked child, it raises StorageError.
+        `on_span(start, end)` gets the seconds of `time.perf_counter` at which the first task
+        began and the last one ended, before the future ends.
         """
         batch = _Batch(len(tasks), on_span)
-        with self._lock:
-            if self._closed:
-                closed = True
-            else:
-                closed = False
-                for task in tasks:
-                    entry = (not urgent, next(self._count), task, batch)
-                    heapq.heappush(self._queue, entry)
-                    self._executor.submit(self._run_next)
-        if closed:
+        # A forked child has the queue, but none of its threads.
+        alive = any(thread.is_alive() for thread in self._threads)
+        if not alive or not self._queue.put(tasks, urgent, batch):
             batch.end(len(tasks), StorageError("the I/O threads are closed"))
         return batch.future
 
-    def count(self, *, bytes_read: int = 0, bytes_written: int = 0) -> None:
+    def count(self, *, bytes_read: int = 0, bytes_written: int = 0, num_retries: int = 0) -> None:
         """Add to the counters."""
-        with self._lock:
-            self._bytes_read += bytes_read
-            self._bytes_written += bytes_written
+        self._queue.count(bytes_read, bytes_written, num_retries)
 
     @property
     def counters(self) -> IoCounters:
-        with self._lock:
+        return self._queue.counters()
+
+    def close(self) -> None:
+        """Finish what was submitted and join the threads. A second call does nothing."""
+        self._finalizer()
+        for thread in self._threads:
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join()
+
+
+_ENDED = "a thread for SSD transfers was ended from outside: compile the model again"
+
+
+class _Queue:
+    """What the threads of a pool share. They hold it and not the pool, which may be collected."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tasks: list[tuple[bool, int, Callable[[], None], _Batch]] = []
+        self._count = itertools.count()
+        self._closed = False
+        self._bytes_read = 0
+        self._bytes_written = 0
+        self._num_retries = 0
+        self._busy_s = 0.0
+        self._num_running = 0
+        self._busy_since = 0.0
+
+    def put(self, tasks: Sequence[Callable[[], None]], urgent: bool, batch: _Batch) -> bool:
+        """Queue all tasks, or none if the queue is closed."""
+        with self._changed:
+            if self._closed:
+                return False
+            for task in tasks:
+                heapq.heappush(self._tasks, (not urgent, next(self._count), task, batch))
+            self._changed.notify(len(tasks))
+        return True
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def count(self, bytes_read: int, bytes_written: int, num_retries: int) -> None:
+        with self._changed:
+            self._bytes_read += bytes_read
+            self._bytes_written += bytes_written
+            self._num_retries += num_retries
+
+    def counters(self) -> IoCounters:
+        with self._changed:
             running_s = time.perf_counter() - self._busy_since if self._num_running else 0.0
             return IoCounters(
                 bytes_read=self._bytes_read,
                 bytes_written=self._bytes_written,
+                num_retries=self._num_retries,
                 busy_s=self._busy_s + running_s,
             )
 
-    def close(self) -> None:
-        """Finish what was submitted and join the threads. A second call does nothing."""
-        with self._lock:
-            self._closed = True
-        self._executor.shutdown(wait=True)
+    def run(self) -> None:
+        """The life of a thread. If it is ended from outside, nobody waits for what it leaves."""
+        try:
+            while self._run_next():
+                pass
+        except BaseException:
+            with self._changed:
+                self._closed = True
+                left, self._tasks = self._tasks, []
+                self._changed.notify_all()
+            for *_, batch in left:
+                batch.end(1, StorageError(_ENDED))
+            raise
 
-    def _run_next(self) -> None:
-        """Run the most urgent task that waits; there is one for each call."""
-        with self._lock:
-            _, _, task, batch = heapq.heappop(self._queue)
+    def _run_next(self) -> bool:
+        """Run the most urgent task; False when the queue is closed and empty."""
+        with self._changed:
+            while not self._tasks and not self._closed:
+                self._changed.wait()
+            if not self._tasks:
+                return False
+            _, _, task, batch = heapq.heappop(self._tasks)
             now = time.perf_counter()
             if self._num_running == 0:
                 self._busy_since = now
             self._num_running += 1
-        batch.begin(now)
-        error: BaseException | None = None
+        error: BaseException | None = StorageError(_ENDED)
         try:
-            task()
-        except BaseException as caught:  # noqa: BLE001 - the future has it
-            error = caught
-        del task
-        with self._lock:
-            self._num_running -= 1
-            if self._num_running == 0:
-                self._busy_s += time.perf_counter() - self._busy_since
-        batch.end(1, error)
+            batch.begin(now)
+            try:
+                task()
+                error = None
+            except BaseException as caught:  # noqa: BLE001 - the future has it
+                error = caught
+            del task
+            with self._changed:
+                self._num_running -= 1
+                if self._num_running == 0:
+                    self._busy_s += time.perf_counter() - self._busy_since
+        finally:
+            batch.end(1, error)
+        return True
 
 
 class _Batch:
@@ -433,8 +527,11 @@ class StripedFile:
     that are written separately start at multiples of `ALIGNMENT`. ValueError says what breaks
     these rules.
 
-    Short reads and writes are resumed where they ended. What cannot be completed raises
-    StorageError with the path, the offset, and the bytes wanted and got.
+    Short reads and writes are resumed where they ended. A call that fails with an error that may
+    pass (EIO, ENOSPC, …) is made again, three times within a second; while a file has failed for
+    good, once only. What cannot be completed raises StorageError with the path, the offset, the
+    bytes wanted and got, and what to do. A file that has lost its end is never written to: the
+    hole would read as zeros.
 
     Args:
         run: where the files lie; closing it removes them.
@@ -482,10 +579,10 @@ class StripedFile:
         self._in_flight: set[Future[None]] = set()
         self._paths: list[Path] = []
         self._fds: list[int] = []
+        self._sizes = self._file_sizes()
+        self._failing = False
         self._finalizer = weakref.finalize(self, _remove_files, os.getpid(), self._paths, self._fds)
-        for directory, direct, size in zip(
-            run.directories, run.direct, self._file_sizes(), strict=True
-        ):
+        for directory, direct, size in zip(run.directories, run.direct, self._sizes, strict=True):
             self._create(directory / f"{name}.stripes", size, direct)
 
     # -- transfers -------------------------------------------------------------------
@@ -572,7 +669,7 @@ class StripedFile:
             error: OSError | None = None
             got = 0
             try:
-                got = call(self._fds[piece.file], views, piece.file_offset + done)
+                got = self._call(call, piece.file, views, piece.file_offset + done)
             except OSError as caught:
                 error = caught
             # O_DIRECT goes on at a sector only: bytes of a part of a sector move again.
@@ -580,12 +677,63 @@ class StripedFile:
             stalls = 0 if sectors else stalls + 1
             if error is not None or stalls == _MAX_STALLS:
                 reason = error.strerror if error is not None else "it went no further"
+                advice = _ADVICE.get(error.errno or 0, _SEE) if error is not None else _SEE
                 raise StorageError(
                     f"{'read' if call == self._read else 'write'} failed on "
                     f"{self._paths[piece.file]} at byte {piece.file_offset + done}: {reason} "
-                    f"(want {piece.num_bytes} bytes from {piece.file_offset}, got {done + got})"
+                    f"(want {piece.num_bytes} bytes from {piece.file_offset}, got {done + got}"
+                    f"{self._lost(piece.file)}); {advice}"
                 ) from error
             done += sectors
+
+    def _call(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        file: int,
+        views: list[memoryview],
+        offset: int,
+    ) -> int:
+        """Make a system call, again where its error may pass."""
+        waits = iter(() if self._failing else _RETRIES_S)
+        while True:
+            if call == self._write and self._lost(file):
+                return 0
+            try:
+                got = call(self._fds[file], views, offset)
+            except OSError as error:
+                wait_s = next(waits, None) if error.errno in _MAY_PASS else None
+                if wait_s is None:
+                    self._failing = True  # what is queued behind must not wait as long again
+                    raise
+                self._pool.count(num_retries=1)
+                time.sleep(wait_s)
+            else:
+                self._failing = False
+                return got
+
+    def _lost(self, file: int) -> str:
+        """How much of itself a file has lost, as a clause; empty if nothing."""
+        have, want = self._syscalls.size(self._fds[file]), self._sizes[file]
+        return "" if have >= want else f"; the file was cut to {have} of its {want} bytes"
+
+    def check(self) -> None:
+        """See that the files are whole, for whoever is to read through the mapping next: the
+        process would be killed (SIGBUS) where they are not.
+
+        Raises:
+            StorageError: one is not; the message names it.
+        """
+        self._check_open()
+        for file, path in enumerate(self._paths):
+            lost = self._lost(file)
+            if lost:
+                raise StorageError(f"cannot read {path}{lost}; {_SEE}")
+
+    def drain(self) -> None:
+        """Wait until no transfer is running; their errors are their own."""
+        with self._lock:
+            in_flight = tuple(self._in_flight)
+        wait(in_flight)
 
     def _check(self, buffer: torch.Tensor, offset: int) -> None:
         num_bytes = buffer.numel()
@@ -659,7 +807,8 @@ class StripedFile:
             try:
                 self._syscalls.fdatasync(fd)
             except OSError as error:
-                raise StorageError(f"cannot flush {path}: {error.strerror}") from error
+                advice = _ADVICE.get(error.errno or 0, _SEE)
+                raise StorageError(f"cannot flush {path}: {error.strerror}; {advice}") from error
 
     # -- life ------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ device memory, in the host slab, or in a mapping of the SSD file; so does ``.gra
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,17 +19,19 @@ from torch import Tensor, nn
 
 from lohan_fx._compat import version_of
 from lohan_fx.annotate import Slice, StateLayout, UnitLayout
-from lohan_fx.errors import LohanError, StepError
+from lohan_fx.errors import LohanError, StepError, format_bytes
 from lohan_fx.footprint import PAGE_BYTES, align
 from lohan_fx.initialization import realize
 from lohan_fx.plan import Tier
-from lohan_fx.runtime._memory import forget_pages, tensor_over
-from lohan_fx.runtime.arena import Arena, Region
+from lohan_fx.runtime._memory import forget_pages, replace_pages, tensor_over
+from lohan_fx.runtime.arena import Arena, Region, available_host_bytes
 from lohan_fx.runtime.guards import ConsumedGradient, LentGradient
 from lohan_fx.runtime.optimizer import UnitOptimizer, pull_initial_state, release_state
 from lohan_fx.runtime.ssd import StripedFile
 from lohan_fx.weights import Source
 from lohan_fx.workload import Unit
+
+logger = logging.getLogger("lohan_fx")
 
 
 def views_of(flat: Tensor, slices: Sequence[Slice]) -> list[Tensor]:
@@ -103,6 +106,8 @@ class UnitStates:
     are views of that flat, for users, once there was need of them; `lent` and `guards` what else
     stands in ``.grad`` (`runtime.guards`). `positions` are the parameters' in model.parameters().
     `home` is the slab of a host unit, and its offset there.
+    `taken`: the optimizer's states of the unit are here, and no longer with the optimizer.
+    `parked`: an SSD unit that is in host memory, because its file could not be written.
     """
 
     index: int
@@ -119,11 +124,17 @@ class UnitStates:
     visible: Tensor | None = None
     direct: Tensor | None = None
     home: tuple[Arena, int] | None = None
+    parked: bool = False
+    taken: bool = False
     versions: list[int] = field(default_factory=list)
     sums: list[bool] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     lent: list[LentGradient] = field(default_factory=list)
     guards: list[ConsumedGradient] = field(default_factory=list)
+
+    @property
+    def on_ssd(self) -> bool:
+        return self.tier == "ssd" and not self.parked
 
     @property
     def num_bytes(self) -> int:
@@ -182,6 +193,7 @@ def _take_states(states: UnitStates, optimizer: torch.optim.Optimizer) -> None:
             if name in tensors:
                 view.copy_(tensors[name])
     states.optimizer.load_scalar_state(initial.scalars)
+    states.taken = True
     release_state(optimizer, states.parameters)
 
 
@@ -225,7 +237,6 @@ class ModelStates:
         by_name = dict(model.named_parameters())
         places = {name: i for i, name in enumerate(by_name)}
         self.units: list[UnitStates] = []
-        on_meta: list[str] = []
         host_offset = region.offset if region is not None else 0
         ssd_offset = 0
         for index, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
@@ -265,13 +276,31 @@ class ModelStates:
                 (f for f in (flats.master, flats.compute) if f.dtype == dtype), None
             )
             self.units.append(states)
+        try:
+            self._take_over(model, optimizer, source)
+        except BaseException:
+            if optimizer is not None:
+                self.give_back(optimizer)  # the model goes on without us
+            raise
+
+    def _take_over(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        source: Source | None,
+    ) -> None:
+        """Move all units in: from the model's memory, or for parameters on meta from `source`."""
+        on_meta: list[str] = []
+        for states in self.units:
             with torch.no_grad():
-                for i, (s, p) in enumerate(zip(layout.slices, parameters, strict=True)):
+                for i, (s, p) in enumerate(
+                    zip(states.layout.slices, states.parameters, strict=True)
+                ):
                     if p.is_meta:
                         on_meta.append(s.name)
                     else:
                         self._write(states, i, p.detach())
-            if not any(p.is_meta for p in parameters):
+            if not any(p.is_meta for p in states.parameters):
                 self._adopt(states, optimizer)
         if on_meta:
             assert source is not None
@@ -419,13 +448,40 @@ class ModelStates:
             states.home[0].release(*states.home[1:], states.num_bytes)
         states.home = None if arena is None else (arena, 0)
 
+    def park(self, states: UnitStates, buffer: Tensor, error: BaseException) -> bool:
+        """Keep a unit in host memory whose new states, in `buffer`, could not be written.
+
+        The memory takes the place of the unit's part of the file mapping, so parameters and
+        flats are the new states, under their old addresses. Called when nobody reads them.
+
+        Returns:
+            whether there was enough memory.
+        """
+        assert self._mapping is not None
+        if available_host_bytes() < 2 * states.num_bytes:
+            return False
+        try:
+            target = self._mapping.data_ptr() + states.offset
+            replace_pages(target, buffer[: states.num_bytes])
+        except OSError:
+            return False
+        states.parked = True
+        logger.warning(
+            "lohan_fx: %s. The states of %s stay in host memory from now on (%s beyond the plan), "
+            "and training goes on; save a checkpoint and replace the disk",
+            error,
+            states.unit.name,
+            format_bytes(states.num_bytes),
+        )
+        return True
+
     def flush(self, written: UnitStates | None = None) -> None:
         """Make writes through the SSD mapping visible to direct reads of the file.
 
         Args:
             written: the one unit that was written, if it was one: its pages leave the process.
         """
-        if self.file is not None and (written is None or written.tier == "ssd"):
+        if self.file is not None and (written is None or written.on_ssd):
             self.file.flush()
             if written is not None:
                 assert self._mapping is not None
@@ -592,7 +648,7 @@ class ModelStates:
     def give_back(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the optimizer have its states, as views of where they are."""
         for states in self.units:
-            if states.optimizer is None or states.flats is None:
+            if states.optimizer is None or states.flats is None or not states.taken:
                 continue
             slices = states.layout.slices
             moments = {n: views_of(f, slices) for n, f in states.flats.moments.items()}

@@ -27,10 +27,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lohan_fx.errors import StepError
 from lohan_fx.footprint import PAGE_BYTES
 from lohan_fx.plan import LATE, PIPELINED, WAITING, Schedule
 from lohan_fx.runtime.arena import BufferRing
@@ -45,6 +47,8 @@ from lohan_fx.timeline import Lane as Lane_
 _CHUNK = 2**16
 """Elements that torch casts at a time where a sum has another dtype than what is added to it (at
 least: a thread gets no fewer than 2**15)."""
+
+_STOPPED = "an earlier update of this step failed: no further one begins"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,6 +97,7 @@ class _Given:
     gradients: list[Tensor | None]
     sums: list[bool]
     arrival: Ticket | None = None
+    fresh: Ticket | None = None
 
 
 class Updater:
@@ -115,6 +120,7 @@ class Updater:
             another one runs.
         behind: `finish` has ended a step whose updates may still run; `join` has not run since.
         torn: units that were updated by a step that then failed.
+        num_left: updates that the last `finish` left to run beside the next forward.
     """
 
     def __init__(
@@ -141,21 +147,25 @@ class Updater:
         self._had: frozenset[int] = frozenset()  # units with sums when backward began
         self._reads_sums = False  # what is read ahead: the sums, or all states
         self._last = False  # the backward that runs, or ran last, ends a step
-        self._begun: list[str] = []
-        self._stopped = False
+        self.num_left = 0
+        self._begun: list[str] = []  # units whose update has begun, and those of them
+        self._ended: list[str] = []  # whose new states are complete, in host memory at least
+        self._stopped: BaseException | None = None  # why no further update may begin
         self._states = states
         self._lanes = lanes
         self._optimizer = optimizer
         self._rings = gradient_rings
         self._buffers = gradient_buffers
         self._state_ring = state_ring
-        self._lane = RankedLane("optimizer")
+        # without the thread nobody would release what `emit` waits for
+        self._all_rings = [r for r in (*gradient_rings.values(), state_ring) if r is not None]
+        self._lane = RankedLane("optimizer", on_lost=partial(_close_all, self._all_rings))
         self._rank: dict[int, int] = {}
         self._fresh: dict[int, Ticket] = {}
         self._order: deque[UnitStates] = deque()
         self._reads: dict[int, tuple[Tensor, Future[None]]] = {}
         self._asking = False  # the update that runs wants a buffer: reading ahead would keep it
-        self._writes: list[Future[None]] = []
+        self._writes: list[Ticket] = []
         self._arrivals: dict[int, Ticket] = {}
         self._jobs: list[Ticket] = []
         self._held: list[_Given] = []
@@ -181,7 +191,7 @@ class Updater:
         elif not self._states.drop_zeroed():
             accumulation.count = 0
         self.pending = True
-        self._stopped = False
+        self._stopped = None
         self._last = accumulation.ends()
         self._had = frozenset(s.index for s in self._states.trained if any(s.sums))
         self._norms.clear()
@@ -204,7 +214,9 @@ class Updater:
 
     def _begin_reading(self, units: Sequence[UnitStates]) -> None:
         """Units on SSD will be wanted in this order."""
-        self._order = deque(states for states in units if states.tier == "ssd")
+        with self._lock:
+            done = {*self._reads, *(s.index for s in units if s.unit.name in self._begun)}
+            self._order = deque(s for s in units if s.on_ssd and s.index not in done)
         if self.schedule in PIPELINED and self._order:
             self._read_ahead()
 
@@ -296,9 +308,9 @@ class Updater:
             assert states.flats is not None
             self._step(states, states.flats, given)
             return
-        fresh = Ticket() if self.schedule in LATE else None
+        fresh = given.fresh or Ticket() if self.schedule in LATE else None
         if fresh is not None:
-            self._fresh[states.index] = fresh
+            given.fresh = self._fresh[states.index] = fresh
         self._submit(given, borrowed, fresh, adds=False)
 
     def _submit(
@@ -316,7 +328,7 @@ class Updater:
         # for a buffer that a unit behind it holds
         states = given.states
         rank = self._rank.get(states.index, 1) if states.tier == "host" else None
-        self._jobs.append(self._lane.submit_ranked(job, rank, arrival))
+        self._jobs.append(self._lane.submit_ranked(job, rank, arrival, (fresh,)))
 
     def fresh(self, index: int) -> Ticket | None:
         """When a unit at rest is what the last step made it; None if it is."""
@@ -360,19 +372,29 @@ class Updater:
         """
         kept = self._accumulation.kept
         begun = self.pending and self._updates_now
-        given = self._kept() if kept else self._left(begun)
-        if given:
+        retries = self._held and (kept or self._begun) and not begun  # of a step that failed
+        given = list(self._held) if retries else self._kept() if kept else self._left(begun)
+        if given and not retries:
             if not begun:
                 self._hyperparameters = snapshot_hyperparameters(self._optimizer)
                 self._clip = None
-            if kept or begun or not self._skips(given):
-                self._update_all(given)
-        self._held.clear()
+            if not kept and not begun and self._skips(given):
+                given = []
+        self._held = given  # an interrupt may strike anywhere: a next call goes on from here
+        if not kept:
+            for states in self._states.trained:
+                states.sums = [False] * len(states.sums)
+        if given:
+            self._update_all(given)
+        if self.schedule != "serial":
+            self._held = []
         if self.schedule in LATE:
+            self.num_left = sum(not ticket.done() for ticket in self._jobs)
             self.behind = self.behind or self.pending or bool(given)
             if kept and given:
                 self._states.lend_gradients(weakref.WeakMethod(self.wait))
         else:
+            self.pending = self.pending or bool(given)
             self.join()
         self.pending = False
         self._accumulation.count = 0
@@ -384,14 +406,12 @@ class Updater:
 
     def _left(self, begun: bool) -> list[_Given]:
         """Gradients that wait for `finish`, and sums, of which there are others than `begun`."""
-        sums = [s for s in self._states.trained if any(s.sums)]
+        held = {given.states.index for given in self._held}
+        sums = [s for s in self._states.trained if any(s.sums) and s.index not in held]
         if sums and not begun:
-            self._wait_for(self._jobs, self._writes)
+            self._wait_for_sums()
             self._settle_compute()
-        found = [*self._held, *(_Given(s, [None] * len(s.sums), s.sums) for s in sums)]
-        for states in sums:
-            states.sums = [False] * len(states.sums)
-        return found
+        return [*self._held, *(_Given(s, [None] * len(s.sums), list(s.sums)) for s in sums)]
 
     def _skips(self, found: Sequence[_Given]) -> bool:
         """Choose how to clip whole gradients; says whether the step is left out."""
@@ -428,7 +448,7 @@ class Updater:
             others = [None if own else g for g, own in zip(given, sums, strict=True)]
             if any(g is not None for g in given):
                 found.append(_Given(states, others, sums))
-        if any(given.states.tier == "ssd" for given in found):
+        if any(given.states.on_ssd for given in found):
             self._states.flush()  # what user code did to gradients
         return found
 
@@ -452,55 +472,111 @@ class Updater:
             reached.synchronize()
 
     def _update_all(self, found: Sequence[_Given]) -> None:
-        """Update units whose gradients have waited: at once, or by the schedule."""
+        """Update units whose gradients have waited: by the schedule; resident ones at once."""
         self._reads_sums = False
+        self._stopped = None
         here = [given for given in found if given.states.tier == "device"]
         away = [given for given in found if given.states.tier != "device"]
+        if self.schedule == "serial":
+            self._held = [*here, *away]  # `join` does it
+            return
         try:
             for given in here:
-                assert given.states.flats is not None
-                self._step(given.states, given.states.flats, given)
-            if self.schedule == "serial":
-                for given in away:
-                    if given.arrival is not None:
-                        given.arrival.synchronize()
-                    self._update(given, None)
+                self._update_once(given)
         except BaseException:
-            self.torn = tuple(self._begun)
-            self._clear()
+            self._tear()
             raise
-        if self.schedule == "serial":
-            return
         away.sort(key=lambda given: self._rank.get(given.states.index, 1))
-        if self.schedule == "deferred":
-            self._begin_reading([given.states for given in away])
+        if self.schedule == "deferred" and any(given.states.on_ssd for given in away):
+            # on the lane, where no interrupt strikes, and before the updates
+            read = partial(self._begin_reading, [given.states for given in away])
+            self._jobs.append(self._lane.submit_ranked(read, -len(self._rank) - 1, _there()))
         for given in away:
             self._start(given)
 
     def join(self) -> None:
         """Finish what runs: every sum made, every unit updated, every byte written back.
 
+        If the wait is interrupted (KeyboardInterrupt), what runs goes on, and the next `join`
+        waits for it: the step is taken. With schedule "serial", units whose states could not be
+        read are left as they were: a next `finish` takes them on.
+
         Raises:
             the first error of any of that; later ones are lost with it.
         """
-        self._wait_for(self._jobs, self._writes)
-        self._clear()
-
-    def _wait_for(self, jobs: list[Ticket], writes: list[Future[None]]) -> None:
+        began = time.perf_counter()
         error: BaseException | None = None
-        for ticket in jobs:
-            try:
-                ticket.synchronize()
-            except BaseException as failure:  # noqa: BLE001 - raised below, when all ended
-                error = error or failure
-        for write in writes:
-            error = error or write.exception()
+        try:
+            for given in self._held:
+                if given.states.tier == "device":
+                    try:
+                        self._update_once(given)
+                    except Exception as failure:  # noqa: BLE001 - raised below
+                        error = error or failure
+                else:  # on the lane, where no interrupt strikes
+                    self._jobs.append(self._lane.submit(partial(self._update_once, given)))
+            for tickets in (self._jobs, self._writes):  # updates submit the writes
+                for ticket in tickets:
+                    ticket.settle()
+                    error = error or ticket.error
+        except BaseException:
+            # the lane goes on; what this thread was updating itself does not
+            here = [g.states.unit.name for g in self._held if g.states.tier == "device"]
+            if any(name in self._begun and name not in self._ended for name in here):
+                self._tear()
+            else:
+                self.behind, self.pending = True, False
+            raise
+        finally:
+            self._lanes.wait_s += time.perf_counter() - began
+        left = [given for given in self._held if given.states.unit.name not in self._begun]
+        if error is None:
+            self._clear()
+            return
+        if left and len(self._begun) == len(self._ended):
+            error.add_note(
+                f"{len(left)} units did not take the step yet; their gradients are kept: call "
+                "optimizer.step() again when the cause has gone"
+            )
+            self._held[:] = left
+            self._jobs.clear()
+            self._writes.clear()
+        else:
+            self._take_back()
+            self._tear()
+        raise error
+
+    def _update_once(self, given: _Given) -> None:
+        """Update a unit whose gradients were held back, unless an interrupted `join` did."""
+        states = given.states
+        if states.unit.name in self._begun:
+            return
+        if given.arrival is not None:
+            given.arrival.synchronize()
+        if states.tier == "device":
+            assert states.flats is not None
+            self._step(states, states.flats, given)
+        else:
+            self._update(given, None)
+
+    def _tear(self) -> None:
+        """Give a failed step up; it leaves the model between two steps if units took it."""
+        self.torn = self.torn or tuple(self._begun)
+        self._drop()
+
+    def _wait_for_sums(self) -> None:
+        """Wait for what is added. Raises the first error; the sums are dropped then."""
+        error: BaseException | None = None
+        for tickets in (self._jobs, self._writes):
+            for ticket in tickets:
+                ticket.settle()
+                error = error or ticket.error
         if error is not None:
-            self.torn = tuple(self._begun)
-            self._drop()
+            self._take_back()
+            self._tear()
             raise error
-        jobs.clear()
-        writes.clear()
+        self._jobs.clear()
+        self._writes.clear()
 
     def abort(self) -> None:
         """Leave nothing running after a step that failed; its error is already on the way.
@@ -512,21 +588,23 @@ class Updater:
             with suppress(BaseException):  # `torn` says it, and the error of forward is on its way
                 self.join()
             return
-        self._stopped = True
+        self._stopped = self._stopped or StepError(_STOPPED)
         with self._lock:
             self._order.clear()  # nothing more is read ahead
-        for ticket in self._jobs:
+        self._lane.drain()
+        for ticket in (*self._jobs, *self._writes):
             ticket.settle()
-        for write in self._writes:
-            write.exception()
+        self._take_back()
+        self._tear()
+
+    def _take_back(self) -> None:
+        """Have all buffers again, those too that were read into for updates that never ran."""
         with self._lock:
-            reads = list(self._reads.values())
-            self._reads.clear()
-        for buffer, read in reads:
-            read.exception()
-            self._ring.release(buffer)
-        self.torn = self.torn or tuple(self._begun)
-        self._drop()
+            self._order.clear()
+        if self._states.file is not None:
+            self._states.file.drain()
+        for ring in self._all_rings:
+            ring.reset()
 
     def _drop(self) -> None:
         """Forget the step, and what has been added up for it."""
@@ -544,6 +622,7 @@ class Updater:
 
     def _clear(self) -> None:
         self._begun.clear()
+        self._ended.clear()
         self._held.clear()
         self._emitted.clear()
         self._written.clear()
@@ -565,13 +644,15 @@ class Updater:
         try:
             assert given.arrival is not None
             given.arrival.synchronize()
-            if self._stopped:
-                return
+            if self._stopped is not None:
+                raise StepError(_STOPPED) from self._stopped
             if adds:
                 self._add_at_rest(given)
-            else:
+            elif states.unit.name not in self._begun:  # else an interrupt made it come twice
                 self._update(given, fresh)
         except BaseException as error:
+            if not self._begun:  # nothing has changed yet: let it stay so
+                self._stopped = self._stopped or error
             if fresh is not None:
                 fresh.fail(error)
             raise
@@ -581,7 +662,7 @@ class Updater:
 
     def _update(self, given: _Given, fresh: Ticket | None) -> None:
         states = given.states
-        if states.tier == "host":
+        if not states.on_ssd:
             assert states.flats is not None
             self._step(states, states.flats, given)
             if fresh is not None:
@@ -598,7 +679,7 @@ class Updater:
     def _add_at_rest(self, given: _Given) -> None:
         """Add gradients to what the unit has, where it is."""
         states = given.states
-        if states.tier == "host":
+        if not states.on_ssd:
             assert states.flats is not None
             self._add(states.flats, given)
             self._take_norms(given, states.flats)
@@ -613,7 +694,7 @@ class Updater:
             raise
         label = self._lanes.label("write_gradient", states.unit.name)
         pages, num_bytes = states.gradient_range, states.unit.accumulator_bytes
-        self._write(states, buffer, pages, num_bytes, label, None)
+        self._write(states, buffer, pages, num_bytes, label, None, whole=False)
 
     def _take_norms(self, given: _Given, flats: Flats) -> None:
         if self._wants_norms:
@@ -689,18 +770,17 @@ class Updater:
             if self.schedule in PIPELINED:
                 self._read_ahead()
         buffer, read = found
-        try:
-            read.result()
-        except BaseException:
+        error = read.exception()
+        if error is not None:
             self._ring.release(buffer)
-            raise
+            raise error
         return buffer
 
     def _write_back(self, states: UnitStates, buffer: Tensor, fresh: Ticket | None) -> None:
         unit = states.unit
         label = self._lanes.label("write_states", unit.name)
         pages = (0, states.written_bytes)
-        self._write(states, buffer, pages, unit.update_write_bytes, label, fresh)
+        self._write(states, buffer, pages, unit.update_write_bytes, label, fresh, whole=True)
 
     def _write(
         self,
@@ -710,9 +790,11 @@ class Updater:
         num_bytes: int,
         label: Label,
         fresh: Ticket | None,
+        *,
+        whole: bool,
     ) -> None:
         """Write `pages` (offset, bytes) of a unit, of which `num_bytes` count, and give the buffer
-        back."""
+        back. `whole`: all of the unit is in the buffer."""
         file = self._states.file
         assert file is not None
         first, size = pages
@@ -724,22 +806,27 @@ class Updater:
             on_span=self._lanes.on_io(label, num_bytes),
         )
 
+        written = Ticket()
+
         def ended(write: Future[None]) -> None:
-            self._ring.release(buffer)
             error = write.exception()
-            if fresh is not None and error is not None:
-                fresh.fail(error)
-            elif fresh is not None:
-                fresh.finish()
+            if error is not None and whole and self._states.park(states, buffer, error):
+                error = None
+            self._ring.release(buffer)
+            for waited in (written, fresh) if fresh is not None else (written,):
+                if error is None:
+                    waited.finish()
+                else:
+                    waited.fail(error)
             if self.schedule in PIPELINED:
                 with suppress(RuntimeError):  # the process ends: nothing is read any more
                     self._read_ahead()
 
         write.add_done_callback(ended)
         if self.schedule in PIPELINED:
-            self._writes.append(write)
+            self._writes.append(written)
         else:
-            write.result()
+            written.synchronize()
 
     def _step(self, states: UnitStates, flats: Flats, given: _Given) -> None:
         self._begun.append(states.unit.name)
@@ -752,7 +839,8 @@ class Updater:
         recorder = self._lanes.recorder
         on_device = states.tier == "device"
         gradients = self._totals(states, flats, given)
-        began = recorder.mark() if recorder and on_device else time.perf_counter()
+        began_s = time.perf_counter()
+        began = recorder.mark() if recorder and on_device else began_s
         if states.mixed:
             optimizer.step_mixed(
                 masters,
@@ -770,6 +858,9 @@ class Updater:
                 hyperparameters=self._hyperparameters,
                 clip=self._clip,
             )
+        self._ended.append(states.unit.name)
+        if not on_device:
+            self._lanes.update_s += time.perf_counter() - began_s
         if recorder is not None:
             ended = recorder.mark() if on_device else time.perf_counter()
             lane: Lane_ = "gpu" if on_device else "cpu"
@@ -809,6 +900,11 @@ def _add(total: Tensor, gradient: Tensor, has: bool) -> None:
     step = max(_CHUNK, 2**15 * torch.get_num_threads())
     for at in range(0, size, step):
         flat[at : at + step].add_(other[at : at + step])
+
+
+def _close_all(rings: Sequence[BufferRing]) -> None:
+    for ring in rings:
+        ring.close()
 
 
 def _there() -> Ticket:

@@ -27,6 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lohan_fx import progress
+
 logger = logging.getLogger("lohan_fx")
 
 _FLAGS = (
@@ -258,6 +260,7 @@ def library() -> Path:
     folder = _cache()
     found = folder / f"adam-{key.hexdigest()[:24]}.so"
     if not found.exists():
+        progress.report("compiling the CPU optimizer")
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch, "adam.so")
             subprocess.run(
