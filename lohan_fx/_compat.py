@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import logging
 import re
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import fx, nn
+from torch._decomp import decompositions
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -273,11 +275,45 @@ def unfused_rnn(module: nn.Module) -> Iterator[None]:
     mkldnn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     torch._C._set_cudnn_enabled(False)
+    layers = decompositions._rnn_helper
+    decompositions._rnn_helper = functools.partial(_rnn_layers, layers)  # type: ignore[assignment]
     try:
         yield
     finally:
+        decompositions._rnn_helper = layers
         torch._C._set_mkldnn_enabled(mkldnn)
         torch._C._set_cudnn_enabled(cudnn)
+
+
+def _rnn_layers(
+    layers: Callable[..., Any],
+    x: torch.Tensor,
+    hidden: Sequence[Any],
+    params: Sequence[Any],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    layer: Callable[..., Any],
+) -> tuple[torch.Tensor, list[Any]]:
+    """Recurrent layers one by one, with the dropout between them.
+
+    What PyTorch traces (2.11 to 2.14) leaves the dropout out: it compares the wrong way round.
+    """
+    x = x.transpose(0, 1) if batch_first else x
+    step = 2 if bidirectional else 1
+    last: list[Any] = []
+    for i in range(num_layers):
+        if i > 0 and train and dropout != 0:
+            x = torch.dropout(x, dropout, train=True)
+        own = slice(i * step, (i + 1) * step)
+        x, states = layers(
+            x, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer
+        )
+        last += states
+    return (x.transpose(0, 1) if batch_first else x), last
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,8 +196,7 @@ def _check_dynamo(model: nn.Module, dynamo: _compat.DynamoCapture) -> None:
         where = _where(model, _compat.frames_in(node.meta.get("stack_trace") or ""))
         raise CaptureError(
             f"cannot capture {type(model).__name__} as one graph{where}\n  the size or value of "
-            f"what {op_name(node)} returns depends on data; lohan_fx plans memory before the step "
-            "runs and needs fixed shapes"
+            f"what {op_name(node)} returns depends on data\n  {_FIXED_SHAPES}"
         )
     node = dynamo.written_outside()
     if node is not None:
@@ -646,6 +645,13 @@ def op_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+_FIXED_SHAPES = (
+    "lohan_fx plans memory before the step runs and needs fixed shapes: mask (torch.where) instead "
+    "of selecting, and run experts as one grouped product, not in a loop (models of transformers: "
+    "experts_implementation='grouped_mm')"
+)
+
+
 def _explain(model: nn.Module, error: Exception) -> str:
     """One message: in which module, at which line of user code, what broke, what to do."""
     frames = _compat.user_frames(error) or [
@@ -659,11 +665,15 @@ def _explain(model: nn.Module, error: Exception) -> str:
             what += f"\n  {found[1]}"
     hint = re.search(r"Hint: (.*)", text)
     advice = f"\n  hint: {hint[1]}" if hint else ""
+    need = (
+        "lohan_fx needs a forward without graph breaks: no data-dependent Python control flow, "
+        "no calls that Dynamo cannot trace"
+    )
+    if "data-dependent expression" in what:  # Dynamo proposes annotations, which fix no size
+        what, advice, need = "a size or a branch depends on data", "", _FIXED_SHAPES
     return (
         f"cannot capture {type(model).__name__} as one graph{_where(model, frames)}\n"
-        f"  {what}{advice}\n"
-        "  lohan_fx needs a forward without graph breaks: no data-dependent Python control flow, "
-        "no calls that Dynamo cannot trace"
+        f"  {what}{advice}\n  {need}"
     )
 
 
