@@ -276,7 +276,7 @@ def unfused_rnn(module: nn.Module) -> Iterator[None]:
     torch._C._set_mkldnn_enabled(False)
     torch._C._set_cudnn_enabled(False)
     layers = decompositions._rnn_helper
-    decompositions._rnn_helper = functools.partial(_rnn_layers, layers)  # type: ignore[assignment]
+    decompositions._rnn_helper = functools.partial(_rnn_layers, layers)
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -49,8 +50,27 @@ class LohanModule(nn.Module):
         """The plan and its prediction as tables, and what was moved so far."""
         return report_text(self.lohan)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.lohan(args, kwargs)
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Stay: the plan says where parameters live. Loops may name the compute device.
+
+        Raises:
+            LohanError: another device or dtype is asked for.
+        """
+        asked = torch.empty(0).to(*args, **kwargs)
+        device = self.lohan.options.device
+        if kwargs.get("memory_format") or asked.device != device or asked.dtype != torch.float32:
+            raise LohanError(
+                f"a compiled {type(self).__name__} computes on {device}, and its parameters live "
+                "where the plan puts them: convert the model before lohan_fx.compile, or after "
+                "model.lohan.close()"
+            )
+        return self
+
+    def cuda(self, device: Any = None) -> Any:
+        return self.to("cuda" if device is None else device)
+
+    def cpu(self) -> Any:
+        return self.to("cpu")
 
     # Who asks for parameters gets them as the last step made them.
 
@@ -134,6 +154,11 @@ def compile(
         raise LohanError(
             "the model is compiled already: call model.lohan.close() before compiling it again"
         )
+    if hasattr(model, "_orig_mod"):
+        raise LohanError(
+            "the model was made by torch.compile, which lohan_fx.compile takes the place of: give "
+            "the model itself"
+        )
     get(strategy)
     planner = PlannerOptions(states=states, swap_to=swap_to, schedule=schedule)
     if isinstance(plan, (str, Path)):
@@ -173,7 +198,14 @@ def compile(
     )
     cls = type(model)
     model.__dict__["_lohan"] = compiled
-    model.__class__ = type(cls.__name__, (LohanModule, cls), {"__module__": cls.__module__})
+    model.__dict__.pop("forward", None)
+
+    @functools.wraps(cls.forward)  # loops ask for its signature, to know which inputs it takes
+    def forward(self: LohanModule, *args: Any, **kwargs: Any) -> Any:
+        return self.lohan(args, kwargs)
+
+    members = {"__module__": cls.__module__, "forward": forward}
+    model.__class__ = type(cls.__name__, (LohanModule, cls), members)
     return model
 
 

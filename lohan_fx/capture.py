@@ -207,7 +207,7 @@ def _check_dynamo(model: nn.Module, dynamo: _compat.DynamoCapture) -> None:
     changed = [
         _module_of(source) or "the model itself"
         for source in dynamo.side_effects
-        if re.fullmatch(r"L\['\w+'\](\._modules\['\w+'\])*", source)
+        if re.fullmatch(r"L\['self'\](\._modules\['\w+'\])*", source)
         and not type(model.get_submodule(_module_of(source))).__module__.startswith("torch.")
     ]
     if changed:
