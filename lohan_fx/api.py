@@ -72,6 +72,18 @@ class LohanModule(nn.Module):
     def cpu(self) -> Any:
         return self.to("cpu")
 
+    def float(self) -> Any:
+        return self.to(torch.float32)
+
+    def double(self) -> Any:
+        return self.to(torch.float64)
+
+    def half(self) -> Any:
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Any:
+        return self.to(torch.bfloat16)
+
     # Who asks for parameters gets them as the last step made them.
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,11 +210,15 @@ def compile(
     )
     cls = type(model)
     model.__dict__["_lohan"] = compiled
-    model.__dict__.pop("forward", None)
+    own = model.__dict__.pop("forward", None)
 
     @functools.wraps(cls.forward)  # loops ask for its signature, to know which inputs it takes
-    def forward(self: LohanModule, *args: Any, **kwargs: Any) -> Any:
-        return self.lohan(args, kwargs)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        compiled: CompiledModel | None = self.__dict__.get("_lohan")
+        if compiled is not None:
+            return compiled(args, kwargs)
+        # closed, and called by who wrapped it in the meantime
+        return cls.forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
 
     members = {"__module__": cls.__module__, "forward": forward}
     model.__class__ = type(cls.__name__, (LohanModule, cls), members)

@@ -465,7 +465,50 @@ def _copy(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     made = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
     made.meta = dict(node.meta)
+    _correct_statistics(made)
+    _round_dropout(made)
     return made
+
+
+def _round_dropout(node: fx.Node) -> None:
+    """Let the gradient of dropout be scaled by a rounded factor, as eager mode's is on a CPU.
+
+    There it is a product with a mask of zeros and factors, in the input's dtype.
+    """
+    if node.target is torch.ops.aten.native_dropout_backward.default:
+        gradient, mask, scale = node.args
+        value = gradient.meta["val"]
+        if value.device.type == "cpu":
+            node.args = (gradient, mask, torch.tensor(scale, dtype=value.dtype).item())
+
+
+_NORMS = {
+    torch.ops.aten.native_layer_norm.default,
+    torch.ops.aten.native_group_norm.default,
+    torch.ops.aten._native_batch_norm_legit_functional.default,
+}
+
+
+def _correct_statistics(node: fx.Node) -> None:
+    """Give mean and inverse deviation, as a normalization saves them, the dtype that they have.
+
+    On a CPU it is that of the first parameter or running statistic (is_mixed_type in
+    ATen/native/cpu/mixed_data_type.h); a fake tensor says that it is the input's. The two differ
+    in autocast regions.
+    """
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    if source.target not in _NORMS:
+        return
+    x, *others = [a.meta["val"] for a in source.args if isinstance(a, fx.Node)]
+    if x.device.type != "cpu" or not others or others[0].dtype == x.dtype:
+        return
+    if source is node:
+        y, mean, deviation, *rest = node.meta["val"]
+        with mean.fake_mode:
+            statistics = [t.to(others[0].dtype) for t in (mean, deviation)]
+        node.meta["val"] = (y, *statistics, *rest)
+    else:
+        node.meta["val"] = source.meta["val"][node.args[1]]
 
 
 def _own(graph: fx.Graph, gradient: fx.Node, older: Container[int]) -> fx.Node:

@@ -788,7 +788,7 @@ class CompiledModel:
             model.__class__ = self._original
             del model.__dict__["_lohan"]
             if self._forward is not None:
-                model.__dict__["forward"] = self._forward
+                model.__dict__.setdefault("forward", self._forward)
         if self._closer is not None and self._closer.alive:  # else the model's end closed it
             for program in self.programs.values():
                 program.executor.abort()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lohan_fx.errors import InsufficientMemoryError, StorageError
+from lohan_fx.errors import InsufficientMemoryError, StepError, StorageError
 from lohan_fx.footprint import STRIPE_BYTES
 from lohan_fx.plan import Tier
 from lohan_fx.program import window_storage
@@ -140,6 +140,14 @@ class Engine:
         if x.device.type != self.lanes.device.type:  # traced as a device tensor, made on the host
             self._loans[slot] = _Loan.of(x)
             return
+        last = sum((n - 1) * k for n, k in zip(x.size(), x.stride(), strict=True))
+        need = (x.storage_offset() + last + 1) * x.element_size() if x.numel() else 0
+        if need > where.num_bytes:
+            raise StepError(
+                f"{where.name} takes {need} bytes, {where.num_bytes} were planned: tracing showed "
+                f"another dtype than {x.dtype} or another layout than the op gives on "
+                f"{x.device.type}. Please report it; strategy='keep-all' does not move it"
+            )
         source = storage_of(x)
         size = min(where.num_bytes, source.numel())
         source = source[:size]
