@@ -476,7 +476,8 @@ def _round_dropout(node: fx.Node) -> None:
     There it is a product with a mask of zeros and factors, in the input's dtype.
     """
     if node.target is torch.ops.aten.native_dropout_backward.default:
-        gradient, mask, scale = node.args
+        arguments: Any = node.args
+        gradient, mask, scale = arguments
         value = gradient.meta["val"]
         if value.device.type == "cpu":
             node.args = (gradient, mask, torch.tensor(scale, dtype=value.dtype).item())
