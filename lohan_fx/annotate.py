@@ -40,11 +40,12 @@ class StateLayout:
 
     `compute_dtype` None keeps the parameter's own dtype (then it is its own master);
     otherwise an fp32 master is kept beside it. `num_states` optimizer tensors have the
-    master's dtype.
+    master's dtype; so has the gradient in which several backwards add up, if it `accumulates`.
     """
 
     compute_dtype: torch.dtype | None
     num_states: int
+    accumulates: bool = False
 
     def master_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         return parameter.dtype if self.compute_dtype is None else torch.float32
@@ -528,21 +529,24 @@ def _unit(
 ) -> Unit:
     gradients = tuple(gradient_of[s.name] for s in u.slices if s.name in gradient_of)
     compute = u.numel * u.copy_dtype.itemsize
-    state = 0
+    state = accumulator = 0
     if u.trains:
         state = states.num_states * u.numel * u.dtype.itemsize
         if states.compute_dtype is not None:
             state += u.numel * u.dtype.itemsize
+        if states.accumulates:
+            accumulator = u.numel * u.dtype.itemsize
     return Unit(
         name=u.name,
         block=u.block,
         parameters=tuple(s.name for s in u.slices),
         num_params=u.numel,
         compute_bytes=compute,
-        state_bytes=state,
+        state_bytes=state + accumulator,
         gradient_bytes=sum(
             s.numel * u.copy_dtype.itemsize for s in u.slices if s.name in gradient_of
         ),
         gradients=gradients,
         own_master=u.trains and states.compute_dtype is None,
+        accumulator_bytes=accumulator,
     )

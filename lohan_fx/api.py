@@ -12,7 +12,7 @@ from torch import nn
 
 from lohan_fx.capture import Outputs
 from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES
-from lohan_fx.compiled import CompiledModel, Options
+from lohan_fx.compiled import CompiledModel, Gradients, Options
 from lohan_fx.errors import HardwareError, LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Schedule
@@ -117,6 +117,7 @@ def compile(
     fused: bool | Literal["auto"] = "auto",
     plan: Plan | str | Path | None = None,
     loss_chunk_bytes: int = LOSS_CHUNK_BYTES,
+    gradients: Gradients = "consumed",
 ) -> M:
     """Make `model` train within a memory budget, with plain PyTorch's numbers.
 
@@ -154,6 +155,12 @@ def compile(
         loss_chunk_bytes: logits that take more than this in float32, and go into nothing but a
             cross entropy, are made in chunks of rows, each of at most this size; loss and
             gradients then equal plain PyTorch's to rounding. 0: never (`lohan_fx.chunk_loss`).
+        gradients: "consumed": a gradient updates its unit as soon as it is there, and is gone.
+            "kept": plain PyTorch's ways. Every backward adds to the parameters' ``.grad`` (in the
+            masters' dtype, where the unit's states are), user code may change or replace it (clip,
+            unscale, zero), and all updates run in optimizer.step(): loops that accumulate and
+            clip, GradScaler, Trainer and Lightning need no change. It takes a gradient beside the
+            states of every unit, and schedule "serial".
 
     Raises:
         UnsupportedOptimizerError: the optimizer's update is not elementwise.
@@ -172,9 +179,10 @@ def compile(
             "the model itself"
         )
     get(strategy)
-    planner = PlannerOptions(states=states, swap_to=swap_to, schedule=schedule)
     if isinstance(plan, (str, Path)):
         plan = Plan.load(plan)
+    schedule = _schedule(schedule, gradients, plan)
+    planner = PlannerOptions(states=states, swap_to=swap_to, schedule=schedule)
     if fused not in (True, False, "auto"):
         raise LohanError(f"fused={fused!r}: use True, False or 'auto'")
     if memory is not None and not isinstance(memory, Mapping):
@@ -206,6 +214,7 @@ def compile(
             fused=device.type == "cuda" if fused == "auto" else fused,
             plan=plan,
             loss_chunk_bytes=loss_chunk_bytes,
+            gradients=gradients,
         ),
     )
     cls = type(model)
@@ -223,6 +232,23 @@ def compile(
     members = {"__module__": cls.__module__, "forward": forward}
     model.__class__ = type(cls.__name__, (LohanModule, cls), members)
     return model
+
+
+def _schedule(
+    schedule: Schedule | Literal["auto"], gradients: Gradients, plan: Plan | None
+) -> Schedule | Literal["auto"]:
+    """The schedule to plan with. Raises LohanError if updates would begin too early."""
+    if gradients not in ("consumed", "kept"):
+        raise LohanError(f"gradients={gradients!r}: use 'consumed' or 'kept'")
+    if gradients == "consumed":
+        return schedule
+    wanted = schedule if plan is None else plan.schedule
+    if wanted not in ("auto", "serial"):
+        raise LohanError(
+            f"schedule {wanted!r} updates units before optimizer.step(), but with gradients='kept' "
+            "their gradients are the user's until then: use schedule='serial' (or 'auto')"
+        )
+    return "serial"
 
 
 _DTYPES = {

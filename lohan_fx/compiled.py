@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ from lohan_fx.runtime.recording import Recorder, Stamp
 from lohan_fx.runtime.scratch import update_scratch_bytes
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates
-from lohan_fx.runtime.updates import Updater
+from lohan_fx.runtime.updates import Accumulation, Updater
 from lohan_fx.signature import Signature, difference, foreign_input, signature_of
 from lohan_fx.workload import Workload
 
@@ -73,6 +73,10 @@ NUM_IO_THREADS = 4
 _COMPILED = "a model that lohan_fx.compile has made runs its own program: leave torch.compile out"
 
 
+Gradients = Literal["consumed", "kept"]
+"""What becomes of gradients: see `lohan_fx.compile`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What `lohan_fx.compile` was asked for; see there."""
@@ -87,6 +91,7 @@ class Options:
     fused: bool = False
     plan: Plan | None = None
     loss_chunk_bytes: int = LOSS_CHUNK_BYTES
+    gradients: Gradients = "consumed"
 
 
 @dataclass(kw_only=True)
@@ -218,9 +223,12 @@ class CompiledModel:
                 f"no parameter of the {type(model).__name__} is in the optimizer: construct "
                 f"{type(optimizer).__name__} from the parameters of the model that you compile"
             )
+        self._accumulation = Accumulation(kept=options.gradients == "kept")
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         self._state_layout = StateLayout(
             compute_dtype=options.dtype if optimizer is not None else None,
             num_states=_num_states(model, optimizer, self._trained),
+            accumulates=self._accumulation.adds,
         )
         self._layouts: tuple[UnitLayout, ...] = unit_layouts(
             model, self._trained, self._state_layout
@@ -231,7 +239,8 @@ class CompiledModel:
         if optimizer is not None:
             check_supported(optimizer)
             self._hooks = [
-                optimizer.register_step_pre_hook(_Call(self, CompiledModel.finish_step)),
+                optimizer.register_step_pre_hook(_StepHook(self)),
+                optimizer.register_step_post_hook(_Call(self, CompiledModel.show_gradients)),
                 optimizer.register_state_dict_pre_hook(_Call(self, CompiledModel.lend_states)),
                 optimizer.register_state_dict_post_hook(_Call(self, CompiledModel.unlend_states)),
                 optimizer.register_load_state_dict_pre_hook(
@@ -583,6 +592,7 @@ class CompiledModel:
             memory.lanes,
             plan.schedule,
             self.optimizer,
+            self._accumulation,
             gradient_rings={tier: ring for tier, ring in rings.items() if ring is not None},
             gradient_buffers={i: memory.buffer(n) for i, n in own.items() if n in memory.regions},
             state_ring=memory.ring("state ring"),
@@ -725,6 +735,7 @@ class CompiledModel:
 
     def finish_step(self) -> None:
         """End the optimizer's work of this step: what optimizer.step() does first."""
+        self.show_gradients()  # those that a step hid which then failed
         if self.memory is None or self.memory.updater is None:
             return
         recorder = self.memory.lanes.recorder
@@ -736,6 +747,18 @@ class CompiledModel:
         if recorder is not None:
             label = self.memory.lanes.label("join", "optimizer.step")
             recorder.add("gpu", label, began, recorder.mark())
+        if self._accumulation.kept:  # the optimizer's own step must not find them
+            found = [p for states in self.memory.states.trained for p in states.parameters]
+            self._hidden = [(p, p.grad) for p in found if p.grad is not None]
+            for p, _ in self._hidden:
+                p.grad = None
+
+    def show_gradients(self) -> None:
+        """Give back the ``.grad`` of parameters that `finish_step` hid: what optimizer.step() does
+        last."""
+        for p, gradient in self._hidden:
+            p.grad = gradient
+        self._hidden = []
 
     @contextmanager
     def time_ops(self) -> Iterator[OpTimer]:
@@ -809,6 +832,35 @@ def _outside_inference_mode() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+class _StepHook:
+    """Before optimizer.step(). Holds the compiled model weakly, as `_Call`.
+
+    A closure runs first, with gradients as they are; what it leaves is the step's.
+    """
+
+    def __init__(self, compiled: CompiledModel) -> None:
+        self._compiled = weakref.ref(compiled)
+
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        compiled = self._compiled()
+        if compiled is None:
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            compiled.finish_step()
+            return None
+        compiled.show_gradients()
+
+        def first() -> Any:
+            loss = closure()
+            compiled.finish_step()
+            return loss
+
+        return args[:1], {**kwargs, "closure": first}
 
 
 class _Call:

@@ -279,11 +279,9 @@ def state_demand(units: Iterable[Unit], tiers: Mapping[str, Tier]) -> Demand:
     return Demand(
         gradient_bytes=sum(u.gradient_bytes for u in moved),
         ssd_state_read_bytes=sum(u.update_read_bytes for u in ssd),
-        ssd_state_write_bytes=sum(u.state_bytes + u.compute_bytes for u in ssd),
+        ssd_state_write_bytes=sum(u.update_write_bytes for u in ssd),
         num_cpu_params=sum(u.num_params for u in moved),
-        device_update_bytes=sum(
-            2 * (u.state_bytes + u.compute_bytes) + u.gradient_bytes for u in resident
-        ),
+        device_update_bytes=sum(u.device_update_bytes for u in resident),
     )
 
 

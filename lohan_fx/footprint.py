@@ -49,13 +49,15 @@ def has_own_buffer(
 ) -> bool:
     """Whether a unit's gradients wait for its update in a host buffer of their own.
 
-    They do with schedule "serial", which updates after backward; with "overlapped", so that
-    backward need not wait for updates (units on SSD have a ring all the same: host memory is what
-    they lack); and where the device writes gradients as they are made (`direct`).
+    They do with schedule "serial", which updates after backward, unless they are added to what the
+    unit has; with "overlapped", so that backward need not wait for updates (units on SSD have a
+    ring all the same: host memory is what they lack); and where the device writes gradients as
+    they are made (`direct`).
     """
     if not unit.trainable or tier == "device":
         return False
-    waits = schedule == "serial" or (schedule == "overlapped" and tier == "host")
+    waits = schedule == "serial" and not unit.accumulator_bytes
+    waits = waits or (schedule == "overlapped" and tier == "host")
     return waits or unit.name in direct
 
 

@@ -512,7 +512,7 @@ class _Lowering:
         kept = {v.name for v in self.workload.values.values() if v.is_output}
         if self._serial:
             for unit in self.workload.units:
-                if self.plan.units[unit.name].tier == "device":
+                if self.plan.units[unit.name].tier == "device" and not unit.accumulator_bytes:
                     kept |= set(unit.gradients)
         return frozenset(kept)
 

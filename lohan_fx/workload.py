@@ -77,6 +77,8 @@ class Unit:
     `gradients` are the values that backward emits for it, in flat order of their parameters.
     `update_scratch_bytes` is what the optimizer allocates on the device while it updates the
     unit there (units in other tiers allocate nothing on the device).
+    `accumulator_bytes`, a part of `state_bytes`, is the flat in which gradients add up (0 if the
+    unit has none).
     """
 
     name: str
@@ -89,6 +91,7 @@ class Unit:
     gradients: tuple[str, ...] = ()
     update_scratch_bytes: int = 0
     own_master: bool = False
+    accumulator_bytes: int = 0
 
     @property
     def trainable(self) -> bool:
@@ -98,6 +101,17 @@ class Unit:
     def update_read_bytes(self) -> int:
         """What an update must read of the unit's states."""
         return self.state_bytes + (self.compute_bytes if self.own_master else 0)
+
+    @property
+    def update_write_bytes(self) -> int:
+        """What an update writes: all but the gradient."""
+        return self.state_bytes + self.compute_bytes - self.accumulator_bytes
+
+    @property
+    def device_update_bytes(self) -> int:
+        """What crosses the memory of the device when it updates the unit there: states and copy
+        are read and written, the gradient read (and before, if it is added, written)."""
+        return 2 * (self.update_write_bytes + self.accumulator_bytes) + self.gradient_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

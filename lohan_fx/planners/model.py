@@ -356,7 +356,8 @@ class Model:
         unit = self.workload.unit_by_name[member]
         if option == "device":
             held = unit.compute_bytes + unit.state_bytes
-            if self.schedule == "serial" and op > self._emits.get(member, op):
+            waits = self.schedule == "serial" and not unit.accumulator_bytes
+            if waits and op > self._emits.get(member, op):
                 held += sum(self.workload.values[g].num_bytes for g in set(unit.gradients))
             return float(held)
         runs = self._runs[member]
@@ -546,7 +547,7 @@ class Model:
             found += unit.num_params / hw.cpu_optimizer_params_per_s
             if UNIT_OPTIONS[option][0] == "ssd":
                 found += unit.update_read_bytes / hw.ssd_read_bytes_per_s
-                found += (unit.state_bytes + unit.compute_bytes) / hw.ssd_write_bytes_per_s
+                found += unit.update_write_bytes / hw.ssd_write_bytes_per_s
         return found
 
     @cached_property

@@ -45,7 +45,7 @@ def lane_rates(workload: Workload, plan: Plan, hw: HardwareProfile) -> LaneRates
         for v, r in plan.residuals.items()
         if r.action == "swap" and r.tier == "ssd"
     )
-    states = sum(2 * u.state_bytes + u.compute_bytes for u in ssd_units if u.trainable)
+    states = sum(u.state_bytes + u.update_write_bytes for u in ssd_units if u.trainable)
     return LaneRates(
         h2d_bytes_per_s=hw.h2d_bytes_per_s,
         d2h_bytes_per_s=hw.d2h_bytes_per_s,

@@ -140,7 +140,7 @@ class StepProgram:
         for unit in self.workload.units:
             if unit.trainable:
                 at = emits[unit.name]
-                moved = 2 * (unit.state_bytes + unit.compute_bytes) + unit.gradient_bytes
+                moved = unit.device_update_bytes
                 seconds[at] += moved / hw.device_bytes_per_s
                 self.reads[at] = list(dict.fromkeys([*self.reads[at], *unit.gradients]))
                 self.updates.append((at, unit))

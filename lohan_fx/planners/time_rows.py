@@ -113,7 +113,7 @@ class TimeRows:
         self.params = trained * [float(u.num_params) for u in units]
         self.gradient = trained * [float(u.gradient_bytes) for u in units]
         self.state_read = trained * [float(u.update_read_bytes) for u in units]
-        self.state_write = trained * [float(u.state_bytes + u.compute_bytes) for u in units]
+        self.state_write = trained * [float(u.update_write_bytes) for u in units]
         self.update_s = (2 * self.state_write + self.gradient) * self.rate.device
         self.direct = self._direct_bytes()
 

@@ -134,6 +134,8 @@ class Executor:
             gradients = self._run(self.halves.backward, arguments)
             if recorder is not None:
                 recorder.end_compute()
+            if updater is not None:
+                updater.end()
         except BaseException:
             self.abort()
             raise

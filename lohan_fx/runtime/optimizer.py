@@ -206,6 +206,7 @@ class _Shadow:
             self._begin(groups, dict(entries))
         attributes = vars(self._instance)
         attributes.update(vars(self.optimizer))
+        attributes.update(grad_scale=None, found_inf=None)  # GradScaler's, for plain steps
         self._instance.state = defaultdict(dict, entries)
         self._instance.param_groups = groups
         try:

@@ -1,14 +1,14 @@
 """Where a model's states live: flat buffers a unit, in the tier that the plan chose.
 
 Every unit has one flat compute copy (what the graph reads), and if it trains, in mixed precision
-a flat fp32 master, and one flat tensor for each optimizer state. The model's parameters stay
-usable tensors: each becomes a view of its unit's flat buffer, in device memory, in the host slab,
-or in a mapping of the SSD file.
+a flat fp32 master, one flat tensor for each optimizer state, and where gradients add up, one for
+them. The model's parameters stay usable tensors: each becomes a view of its unit's flat buffer, in
+device memory, in the host slab, or in a mapping of the SSD file; so does ``.grad``, if it is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lohan_fx._compat import version_of
 from lohan_fx.annotate import Slice, StateLayout, UnitLayout
 from lohan_fx.errors import LohanError, StepError
-from lohan_fx.footprint import align
+from lohan_fx.footprint import PAGE_BYTES, align
 from lohan_fx.plan import Tier
 from lohan_fx.runtime._memory import forget_pages, tensor_over
 from lohan_fx.runtime.arena import Arena, Region
@@ -77,11 +77,15 @@ def _hold(_: Tensor) -> None:
 
 @dataclass(slots=True)
 class Flats:
-    """The buffers of one unit somewhere: at rest, or in a staging buffer during its update."""
+    """The buffers of one unit somewhere: at rest, or in a staging buffer during its update.
+
+    `gradient` is where gradients add up, in the master's dtype; None if they do not.
+    """
 
     compute: Tensor
     master: Tensor
     moments: dict[str, Tensor]
+    gradient: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -91,6 +95,8 @@ class UnitStates:
     `flats` are None for frozen parts; `offset` is the unit's place in the SSD file.
     `visible` are the flats whose views the user's parameters are (None: the parameters keep
     memory of their own, as frozen parameters do whose dtype is not the compute dtype).
+    `sums` says of each parameter whether the unit's gradient flat holds a gradient of it; `grads`
+    are views of that flat, for users, once there was need of them.
     """
 
     index: int
@@ -106,6 +112,8 @@ class UnitStates:
     visible: Tensor | None = None
     direct: Tensor | None = None
     versions: list[int] = field(default_factory=list)
+    sums: list[bool] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -115,6 +123,23 @@ class UnitStates:
     def update_range(self) -> tuple[int, int]:
         """(offset, bytes) in the unit of what an update must read: all but a copy it rewrites."""
         first = align(self.unit.compute_bytes) if self.mixed else 0
+        return first, self.num_bytes - first
+
+    @property
+    def _gradient_offset(self) -> int:
+        unit = self.unit
+        return align(unit.compute_bytes) + unit.state_bytes - unit.accumulator_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """From the unit's begin: what an update writes, up to the end of a page."""
+        return align(self._gradient_offset)
+
+    @property
+    def gradient_range(self) -> tuple[int, int]:
+        """(offset, bytes) in the unit of the pages that hold its gradient. The first one may begin
+        with the end of the flat before."""
+        first = self._gradient_offset // PAGE_BYTES * PAGE_BYTES
         return first, self.num_bytes - first
 
     def carve(self, buffer: Tensor) -> Flats:
@@ -132,7 +157,8 @@ class UnitStates:
 
         master = take() if self.mixed else compute
         moments = {name: take() for name in self.moment_names} if layout.trains else {}
-        return Flats(compute=compute, master=master, moments=moments)
+        gradient = take() if self.unit.accumulator_bytes else None
+        return Flats(compute=compute, master=master, moments=moments, gradient=gradient)
 
 
 def _take_states(states: UnitStates, optimizer: torch.optim.Optimizer) -> None:
@@ -198,6 +224,7 @@ class ModelStates:
                 mixed=layout.trains and state_layout.compute_dtype is not None,
                 moment_names=(),
                 parameters=parameters,
+                sums=[False] * len(parameters),
             )
             if layout.trains and optimizer is not None:
                 states.optimizer = UnitOptimizer(
@@ -292,6 +319,60 @@ class ModelStates:
         """Make writes through the SSD mapping visible to direct reads of the file."""
         if self.file is not None:
             self.file.flush()
+
+    # -- gradients that stay --------------------------------------------------------------------
+
+    @property
+    def trained(self) -> list[UnitStates]:
+        """The units that the optimizer updates."""
+        return [states for states in self.units if states.optimizer is not None]
+
+    def take_gradients(self) -> None:
+        """See which parameters have a ``.grad``; one that is not ours is copied into its place.
+
+        Afterwards `UnitStates.sums` say so, and transfers see what user code did to gradients.
+        """
+        on_ssd = False
+        with torch.no_grad():
+            for states in self.trained:
+                for i, p in enumerate(states.parameters):
+                    given = p.grad
+                    states.sums[i] = given is not None
+                    if given is not None and not self.owns(states, i, given):
+                        own = self._grads(states)[i]
+                        own.copy_(given)
+                        p.grad = own
+                on_ssd |= states.tier == "ssd" and any(states.sums)
+        if on_ssd:
+            self.flush()
+
+    def show_gradients(self, indices: Iterable[int]) -> None:
+        """Make the ``.grad`` of parameters of these units, where there is a sum, views of it."""
+        for index in indices:
+            states = self.units[index]
+            views = self._grads(states)
+            for p, view, has in zip(states.parameters, views, states.sums, strict=True):
+                if has and p.grad is not view:
+                    p.grad = view
+
+    @staticmethod
+    def owns(states: UnitStates, i: int, gradient: Tensor) -> bool:
+        """Whether this ``.grad`` of parameter `i` is the view that `show_gradients` set."""
+        return bool(states.grads) and gradient is states.grads[i]
+
+    @staticmethod
+    def _grads(states: UnitStates) -> list[Tensor]:
+        if not states.grads:
+            assert states.flats is not None
+            assert states.flats.gradient is not None
+            views = views_of(states.flats.gradient, states.layout.slices)
+            states.grads = [_alone(view) for view in views]
+            for p in states.parameters:
+                if p.dtype != states.layout.dtype:
+                    p.grad_dtype = states.layout.dtype
+        return states.grads
+
+    # -- states ---------------------------------------------------------------------------------
 
     def reachable(self, states: UnitStates) -> Tensor:
         """A host unit's compute copy as a tensor of the compute device, without a copy."""

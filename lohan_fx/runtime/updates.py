@@ -10,6 +10,9 @@ Schedules (LoHan §IV-C, Fig. 3):
   overlapped optimized, and `optimizer.step()` does not wait: what backward leaves over runs beside
              the next forward, the unit that it needs first before others. A unit is fetched when
              it has been updated, so the step is the same. (§IV-C stops at the end of backward.)
+
+Where gradients add up (`Accumulation`), those of a backward that does not end the step are added to
+what the unit has, on arrival; those of the last one are, and the unit is updated by the schedule.
 """
 
 from __future__ import annotations
@@ -20,16 +23,52 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lohan_fx.footprint import PAGE_BYTES
 from lohan_fx.plan import PIPELINED, Schedule
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.lanes import Lanes, RankedLane, Ticket
 from lohan_fx.runtime.optimizer import Hyperparameters, snapshot_hyperparameters
+from lohan_fx.runtime.recording import Label
 from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, on_device, views_of
 from lohan_fx.timeline import Lane as Lane_
+
+_CHUNK = 2**16
+"""Elements that are cast at a time where a sum has another dtype than what is added to it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Accumulation:
+    """How many backwards make a step; one object for all updaters of a model.
+
+    Attributes:
+        kept: gradients are the user's, as in plain PyTorch: every backward adds to them, and
+            optimizer.step() reads them.
+    """
+
+    kept: bool = False
+
+    @property
+    def adds(self) -> bool:
+        """Whether units have a flat in which gradients add up."""
+        return self.kept
+
+
+@dataclass(slots=True)
+class _Given:
+    """A unit's gradients: those that have come, and of which parameters there is a sum besides.
+
+    `arrival` is when they are there (None: they are).
+    """
+
+    states: UnitStates
+    gradients: list[Tensor | None]
+    sums: list[bool]
+    arrival: Ticket | None = None
 
 
 class Updater:
@@ -39,13 +78,15 @@ class Updater:
         states: the model's states.
         lanes: transfers; gradients leave through its d2h lane.
         schedule: see the module.
-        optimizer: the user's; hyperparameters are read when backward begins.
+        optimizer: the user's; hyperparameters are read when backward begins, or in
+            `optimizer.step()` if nothing is updated before.
+        accumulation: which backwards end a step.
         gradient_rings: unit tier → ring of host buffers that receive gradients in turn.
         gradient_buffers: unit index → buffer of its own ("serial", and direct gradients).
         state_ring: host buffers for units on SSD.
 
     Attributes:
-        pending: backward has begun and `finish` or `join` has not run.
+        pending: backward has begun a step that `finish` has not ended.
         behind: `finish` has ended a step whose updates may still run; `join` has not run since.
         torn: units that were updated by a step that then failed.
     """
@@ -56,6 +97,7 @@ class Updater:
         lanes: Lanes,
         schedule: Schedule,
         optimizer: torch.optim.Optimizer,
+        accumulation: Accumulation,
         *,
         gradient_rings: dict[str, BufferRing],
         gradient_buffers: dict[int, Tensor],
@@ -65,6 +107,7 @@ class Updater:
         self.pending = False
         self.behind = False
         self.torn: tuple[str, ...] = ()
+        self._accumulation = accumulation
         self._begun: list[str] = []
         self._stopped = False
         self._states = states
@@ -81,8 +124,9 @@ class Updater:
         self._asking = False  # the update that runs wants a buffer: reading ahead would keep it
         self._writes: list[Future[None]] = []
         self._arrivals: dict[int, Ticket] = {}
-        self._updates: list[Ticket] = []
-        self._held: list[tuple[UnitStates, list[Tensor | None], Ticket | None]] = []
+        self._jobs: list[Ticket] = []
+        self._held: list[_Given] = []
+        self._emitted: list[int] = []
         self._written: dict[int, dict[int, Tensor]] = {}
         self._lock = threading.Lock()
         self._hyperparameters: Hyperparameters = ()
@@ -97,24 +141,44 @@ class Updater:
         """
         self.join()
         self._rank = {index: -i for i, index in enumerate(order)}  # last out is needed first
-        self._hyperparameters = snapshot_hyperparameters(self._optimizer)
         self.pending = True
         self._stopped = False
+        if self._accumulation.kept:
+            self._states.take_gradients()
+        if not self._updates_on_arrival:
+            return
+        self._hyperparameters = snapshot_hyperparameters(self._optimizer)
         on_ssd = [self._states.units[i] for i in order if self._states.units[i].tier == "ssd"]
         self._order = deque(on_ssd)
         if self.schedule in PIPELINED and on_ssd:
             self._read_ahead()
 
+    @property
+    def _updates_on_arrival(self) -> bool:
+        return self.schedule != "serial" and not self._accumulation.kept
+
+    @property
+    def _adds_up(self) -> bool:
+        """Whether gradients of this backward are added to what the units have, and no more."""
+        return self._accumulation.adds and not self._updates_on_arrival
+
+    def end(self) -> None:
+        """Backward has run.
+
+        Raises:
+            the first error of an addition, if gradients are kept: users read them from here on.
+        """
+        if self._accumulation.kept:
+            emitted = tuple(self._emitted)
+            self.join()
+            self._states.show_gradients(emitted)
+
     def emit(self, index: int, gradients: Sequence[Tensor | None]) -> None:
-        """Take a unit's gradients: start their copy; on arrival the unit is updated."""
+        """Take a unit's gradients: start their copy; on arrival they are added, or the unit is
+        updated."""
         states = self._states.units[index]
         if states.tier == "device":
-            kept = [None if g is None else _own(g) for g in gradients]
-            if self.schedule == "serial":
-                self._held.append((states, kept, None))
-            else:
-                assert states.flats is not None
-                self._step(states, states.flats, kept)
+            self._arrived(states, list(gradients), None)
             return
         own = index in self._buffers
         buffer = self._buffers[index] if own else self._rings[states.tier].acquire()
@@ -135,38 +199,51 @@ class Updater:
     def _arrived(
         self,
         states: UnitStates,
-        views: list[Tensor | None],
-        arrival: Ticket,
+        gradients: list[Tensor | None],
+        arrival: Ticket | None,
         borrowed: Tensor | None = None,
     ) -> None:
-        """Update a unit when its gradients are there, or keep them for `join`."""
-        if self.schedule == "serial":
-            self._held.append((states, views, arrival))
+        """Add a unit's gradients, or update it, when they are there; or keep them for `finish`.
+
+        Units on the device (without an `arrival`) are served at once.
+        """
+        given = _Given(states, gradients, list(states.sums), arrival)
+        self._emitted.append(states.index)
+        if self._adds_up:
+            for i, gradient in enumerate(gradients):
+                states.sums[i] |= gradient is not None
+            if arrival is None:
+                assert states.flats is not None
+                self._add(states.flats, given)
+            else:
+                self._jobs.append(self._lane.submit(lambda: self._run(given, borrowed, None)))
             return
+        if not self._updates_on_arrival:
+            if arrival is None:
+                given.gradients = [None if g is None else _own(g) for g in gradients]
+            self._held.append(given)
+            return
+        states.sums = [False] * len(states.sums)
+        self._start(given, borrowed)
 
+    def _start(self, given: _Given, borrowed: Tensor | None = None) -> None:
+        """Update a unit when its gradients are there; at once if it is on the device."""
+        states, arrival = given.states, given.arrival
+        if states.tier == "device":
+            assert states.flats is not None
+            self._step(states, states.flats, given)
+            return
         fresh = Ticket() if self.schedule == "overlapped" else None
-
-        def job() -> None:
-            try:
-                arrival.synchronize()
-                if not self._stopped:
-                    self._update(states, views, fresh)
-            except BaseException as error:
-                if fresh is not None:
-                    fresh.fail(error)
-                raise
-            finally:
-                if borrowed is not None:
-                    self._rings[states.tier].release(borrowed)
-
         if fresh is None:
-            self._updates.append(self._lane.submit(job))
+            self._jobs.append(self._lane.submit(lambda: self._run(given, borrowed, fresh)))
             return
         self._fresh[states.index] = fresh
         # states are read ahead in the order of emission: another order would wait for a buffer that
         # a unit behind it holds
-        rank = self._rank[states.index] if states.tier == "host" else None
-        self._updates.append(self._lane.submit_ranked(job, rank, arrival))
+        rank = self._rank.get(states.index, 0) if states.tier == "host" else None
+        assert arrival is not None
+        job = self._lane.submit_ranked(lambda: self._run(given, borrowed, fresh), rank, arrival)
+        self._jobs.append(job)
 
     def fresh(self, index: int) -> Ticket | None:
         """When a unit at rest is what the last step made it; None if it is."""
@@ -206,36 +283,83 @@ class Updater:
         Raises:
             as `join`.
         """
+        given = self._kept() if self._accumulation.kept else self._held
+        if given:
+            self._hyperparameters = snapshot_hyperparameters(self._optimizer)
+            self._update_all(given)
         if self.schedule == "overlapped":
             self.behind = self.behind or self.pending
         else:
             self.join()
         self.pending = False
 
+    def _kept(self) -> list[_Given]:
+        """What the parameters have as ``.grad``, unit by unit: those that have none are left."""
+        self.join()
+        self._settle_compute()
+        if not self._unscale():
+            return []
+        found = []
+        for states in self._states.trained:
+            given = [p.grad for p in states.parameters]
+            sums = [g is not None and self._states.owns(states, i, g) for i, g in enumerate(given)]
+            others = [None if own else g for g, own in zip(given, sums, strict=True)]
+            if any(g is not None for g in given):
+                found.append(_Given(states, others, sums))
+        if any(given.states.tier == "ssd" for given in found):
+            self._states.flush()  # what user code did to gradients
+        return found
+
+    def _unscale(self) -> bool:
+        """What GradScaler leaves to fused optimizers: divide by the scale; False: skip the step."""
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        if found_inf is not None and found_inf.item():
+            return False
+        scale = getattr(self._optimizer, "grad_scale", None)
+        if scale is not None:
+            for group in self._optimizer.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.div_(scale.to(p.grad.device))
+        return True
+
+    def _settle_compute(self) -> None:
+        """A forward after backward may still read what updates in host memory write."""
+        reached = self._lanes.mark()
+        if reached is not None and any(s.tier != "device" for s in self._states.units):
+            reached.synchronize()
+
+    def _update_all(self, found: Sequence[_Given]) -> None:
+        """Update units whose gradients have waited, one after another."""
+        try:
+            for given in found:
+                if given.states.tier == "device":
+                    assert given.states.flats is not None
+                    self._step(given.states, given.states.flats, given)
+                    continue
+                if given.arrival is not None:
+                    given.arrival.synchronize()
+                self._update(given, None)
+        except BaseException:
+            self.torn = tuple(self._begun)
+            self._clear()
+            raise
+        self._held.clear()
+
     def join(self) -> None:
-        """Finish the step: every unit updated, every byte written back.
+        """Finish what runs: every sum made, every unit updated, every byte written back.
 
         Raises:
-            the first error of any update; later ones are lost with it.
+            the first error of any of that; later ones are lost with it.
         """
         error: BaseException | None = None
-        try:
-            for states, gradients, arrival in self._held:
-                if arrival is None:
-                    assert states.flats is not None
-                    self._step(states, states.flats, gradients)
-                else:
-                    arrival.synchronize()
-                    self._update(states, gradients)
-            for ticket in self._updates:
-                try:
-                    ticket.synchronize()
-                except BaseException as failure:  # noqa: BLE001 - raised below, when all ended
-                    error = error or failure
-            for write in self._writes:
-                error = error or write.exception()
-        except BaseException as failure:  # noqa: BLE001 - raised below
-            error = failure
+        for ticket in self._jobs:
+            try:
+                ticket.synchronize()
+            except BaseException as failure:  # noqa: BLE001 - raised below, when all ended
+                error = error or failure
+        for write in self._writes:
+            error = error or write.exception()
         if error is not None:
             self.torn = tuple(self._begun)
             self._clear()
@@ -254,7 +378,7 @@ class Updater:
         self._stopped = True
         with self._lock:
             self._order.clear()  # nothing more is read ahead
-        for ticket in self._updates:
+        for ticket in self._jobs:
             ticket.settle()
         for write in self._writes:
             write.exception()
@@ -277,8 +401,9 @@ class Updater:
     def _clear(self) -> None:
         self._begun.clear()
         self._held.clear()
+        self._emitted.clear()
         self._written.clear()
-        self._updates.clear()
+        self._jobs.clear()
         self._writes.clear()
         self._arrivals.clear()
         self._reads.clear()
@@ -288,22 +413,83 @@ class Updater:
 
     # -- on the optimizer's thread ----------------------------------------------------------
 
-    def _update(
-        self, states: UnitStates, gradients: list[Tensor | None], fresh: Ticket | None = None
-    ) -> None:
+    def _run(self, given: _Given, borrowed: Tensor | None, fresh: Ticket | None) -> None:
+        """Add a unit's gradients or update it, once they are there."""
+        states = given.states
+        try:
+            assert given.arrival is not None
+            given.arrival.synchronize()
+            if self._stopped:
+                return
+            if self._adds_up:
+                self._add_at_rest(given)
+            else:
+                self._update(given, fresh)
+        except BaseException as error:
+            if fresh is not None:
+                fresh.fail(error)
+            raise
+        finally:
+            if borrowed is not None:
+                self._rings[states.tier].release(borrowed)
+
+    def _update(self, given: _Given, fresh: Ticket | None) -> None:
+        states = given.states
         if states.tier == "host":
             assert states.flats is not None
-            self._step(states, states.flats, gradients)
+            self._step(states, states.flats, given)
             if fresh is not None:
                 fresh.finish()
             return
         buffer = self._read_states(states)
         try:
-            self._step(states, states.carve(buffer), gradients)
+            self._step(states, states.carve(buffer), given)
         except BaseException:
             self._ring.release(buffer)
             raise
         self._write_back(states, buffer, fresh)
+
+    def _add_at_rest(self, given: _Given) -> None:
+        """Add gradients to what the unit has, where it is."""
+        states = given.states
+        if states.tier == "host":
+            assert states.flats is not None
+            self._add(states.flats, given)
+            return
+        file = self._states.file
+        assert file is not None
+        first, size = states.gradient_range
+        # a sum need not be read to be begun, but the end of the flat before, in its first page
+        unit, begins = states.unit, not any(given.sums)
+        needed = min(size, PAGE_BYTES) if begins else size
+        counted = 0 if begins else unit.accumulator_bytes
+        buffer = self._ring.acquire()
+        try:
+            self._lanes.count(ssd_read_bytes=counted)
+            label = self._lanes.label("read_gradient", unit.name)
+            read = file.submit_pread(
+                buffer[first : first + needed],
+                states.offset + first,
+                urgent=False,
+                on_span=self._lanes.on_io(label, counted),
+            )
+            read.result()
+            self._add(states.carve(buffer), given)
+        except BaseException:
+            self._ring.release(buffer)
+            raise
+        label = self._lanes.label("write_gradient", unit.name)
+        self._write(states, buffer, (first, size), unit.accumulator_bytes, label, None)
+
+    def _add(self, flats: Flats, given: _Given) -> None:
+        """Add gradients to the sums that there are; the others begin with them."""
+        assert flats.gradient is not None
+        states = given.states
+        totals = views_of(flats.gradient, states.layout.slices)
+        with torch.no_grad():
+            for total, gradient, has in zip(totals, given.gradients, given.sums, strict=True):
+                if gradient is not None:
+                    _add(total, gradient, has)
 
     @property
     def _ring(self) -> BufferRing:
@@ -365,15 +551,31 @@ class Updater:
         return buffer
 
     def _write_back(self, states: UnitStates, buffer: Tensor, fresh: Ticket | None) -> None:
-        assert self._states.file is not None
         unit = states.unit
-        size = unit.state_bytes + unit.compute_bytes
-        self._lanes.count(ssd_write_bytes=size)
-        write = self._states.file.submit_pwrite(
-            buffer[: states.num_bytes],
-            states.offset,
+        label = self._lanes.label("write_states", unit.name)
+        pages = (0, states.written_bytes)
+        self._write(states, buffer, pages, unit.update_write_bytes, label, fresh)
+
+    def _write(
+        self,
+        states: UnitStates,
+        buffer: Tensor,
+        pages: tuple[int, int],
+        num_bytes: int,
+        label: Label,
+        fresh: Ticket | None,
+    ) -> None:
+        """Write `pages` (offset, bytes) of a unit, of which `num_bytes` count, and give the buffer
+        back."""
+        file = self._states.file
+        assert file is not None
+        first, size = pages
+        self._lanes.count(ssd_write_bytes=num_bytes)
+        write = file.submit_pwrite(
+            buffer[first : first + size],
+            states.offset + first,
             urgent=False,
-            on_span=self._lanes.on_io(self._lanes.label("write_states", unit.name), size),
+            on_span=self._lanes.on_io(label, num_bytes),
         )
 
         def ended(write: Future[None]) -> None:
@@ -393,7 +595,7 @@ class Updater:
         else:
             write.result()
 
-    def _step(self, states: UnitStates, flats: Flats, gradients: Sequence[Tensor | None]) -> None:
+    def _step(self, states: UnitStates, flats: Flats, given: _Given) -> None:
         self._begun.append(states.unit.name)
         slices = states.layout.slices
         optimizer = states.optimizer
@@ -403,6 +605,7 @@ class Updater:
         state = [{name: views[i] for name, views in moments.items()} for i in range(len(slices))]
         recorder = self._lanes.recorder
         on_device = states.tier == "device"
+        gradients = self._totals(states, flats, given)
         began = recorder.mark() if recorder and on_device else time.perf_counter()
         if states.mixed:
             optimizer.step_mixed(
@@ -418,6 +621,35 @@ class Updater:
             ended = recorder.mark() if on_device else time.perf_counter()
             lane: Lane_ = "gpu" if on_device else "cpu"
             recorder.add(lane, self._lanes.label("update", states.unit.name), began, ended)
+
+    def _totals(self, states: UnitStates, flats: Flats, given: _Given) -> list[Tensor | None]:
+        """What the step's gradients are: those that came last, or sums."""
+        if not any(given.sums):
+            return given.gradients
+        self._add(flats, _Given(states, _only(given.gradients, given.sums), given.sums))
+        assert flats.gradient is not None
+        totals = views_of(flats.gradient, states.layout.slices)
+        parts = zip(given.gradients, given.sums, totals, strict=True)
+        return [total if has else gradient for gradient, has, total in parts]
+
+
+def _only(gradients: Sequence[Tensor | None], chosen: Sequence[bool]) -> list[Tensor | None]:
+    return [g if yes else None for g, yes in zip(gradients, chosen, strict=True)]
+
+
+def _add(total: Tensor, gradient: Tensor, has: bool) -> None:
+    """Add to a sum that there is; begin it otherwise."""
+    if not has:
+        total.copy_(gradient)
+        return
+    casts = total.dtype != gradient.dtype and total.device.type == "cpu"
+    if not casts or total.stride() != gradient.stride():
+        total.add_(gradient)  # elsewhere than on CPUs a cast takes no memory
+        return
+    size = total.numel()
+    flat, other = total.as_strided((size,), (1,)), gradient.as_strided((size,), (1,))
+    for at in range(0, size, _CHUNK):
+        flat[at : at + _CHUNK].add_(other[at : at + _CHUNK])
 
 
 def _own(gradient: Tensor) -> Tensor:
