@@ -962,7 +962,8 @@ class _Step(torch.autograd.Function):
             else:
                 tangent.copy_(given)
             tangents[i] = tangent
-        found = ctx.executor.backward(ctx.pending, tangents)
+        with torch.autocast(ctx.executor.captured.device.type, enabled=False):
+            found = ctx.executor.backward(ctx.pending, tangents)
         return (None, None, None, None, *[found.get((r.target, r.index)) for r in ctx.wanted])
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -347,6 +348,63 @@ def test_autocast_around_forward(name: str, hw: HardwareProfile) -> None:
         assert identical(*losses)
     assert_same_weights(ours, plain)
     assert len(ours.lohan.programs) == 2
+    ours.lohan.close()
+
+
+# -- frozen parameters -----------------------------------------------------------------------------
+
+
+def _lora() -> tuple[nn.Module, dict[str, Any]]:
+    """Llama in bf16, frozen, with LoRA adapters in fp32 (peft)."""
+    model, inputs = make("Llama")
+    config = peft.LoraConfig(
+        r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = peft.get_peft_model(model.bfloat16(), config)
+        for name, p in model.named_parameters():
+            if "lora_B" in name:  # zeros, behind which nothing of A would be seen
+                nn.init.normal_(p, std=0.05)
+    return model.train(), inputs
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_lora_trains_adapters_alone(autocast: bool, hw: HardwareProfile) -> None:
+    runs = []
+    for machine in (hw, None):
+        model, inputs = _lora()
+        adapters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(adapters, lr=1e-2)
+        if machine is not None:
+            model = lohan_fx.compile(model, hw=hw, optimizer=optimizer, strategy=everywhere)
+        runs.append(Run(model, optimizer, inputs))
+    ours, plain = runs
+    assert {p.dtype: p.requires_grad for p in plain.model.parameters()} == {
+        torch.bfloat16: False,
+        torch.float32: True,
+    }
+    for seed in range(3):
+        losses = []
+        for r in runs:
+            torch.manual_seed(seed)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                losses.append(r.model(**r.inputs).loss)
+            losses[-1].backward()
+            r.optimizer.step()
+            r.optimizer.zero_grad()
+        assert identical(*losses)
+    assert_same_weights(ours, plain)
+    program = ours.lohan.program()
+    units = {u.name: u for u in program.workload.units}
+    assert {u.state_bytes > 0 for u in units.values() if u.trainable} == {True}
+    assert {u.state_bytes for u in units.values() if not u.trainable} == {0}
+    emitted = {i.name for i in program.instructions.instructions if i.kind == "emit_gradients"}
+    assert emitted == {name for name, u in units.items() if u.trainable}
+    frozen = {p.tier for name, p in program.plan.units.items() if not units[name].trainable}
+    assert frozen >= {"host", "ssd"}
+    state = ours.optimizer.state_dict()["state"]
+    assert len(state) == len(plain.optimizer.state_dict()["state"]) == 8
     ours.lohan.close()
 
 
