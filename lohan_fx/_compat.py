@@ -41,7 +41,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.fx.graph import _BoxedCodeGen
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
@@ -57,11 +57,13 @@ __all__ = [
     "LazyGraphModule",
     "OpOverload",
     "ParamAOTInput",
+    "Partition",
     "PlainAOTInput",
     "PlainAOTOutput",
     "StorageWeakRef",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "aot_backend",
     "boxed",
     "data_dependent_node",
     "dynamo_capture",
@@ -70,6 +72,7 @@ __all__ = [
     "inductor_kernel",
     "is_wrapper_subclass",
     "set_cuda_allocator",
+    "specialize",
     "storage_key",
     "unfused_rnn",
     "user_frames",
@@ -80,6 +83,9 @@ TRACING = threading.RLock()
 """Held while a model is traced or compiled. Torch then sets a flag of the whole process
 (`torch.compiler.is_compiling`) with which its optimizers round differently: an update that runs
 on another thread waits."""
+
+StorageWeakRef: Any = reductions.StorageWeakRef
+"""Identity of a storage, and whether anybody still holds it."""
 
 LazyGraphModule = _LazyGraphModule
 """A GraphModule that generates and compiles its Python code when it is first called."""
@@ -338,6 +344,62 @@ def export_joint(
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
         gm = joint.graph_module
         yield JointExport(gm, tuple(gm.graph.output_node().meta["desc"]))
+
+
+def specialize(inputs: Sequence[Any]) -> None:
+    """Fix every size that torch.compile left open in these inputs: it guards them as they are."""
+    for x in inputs:
+        sizes = (*x.size(), *x.stride(), x.storage_offset()) if isinstance(x, torch.Tensor) else [x]
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                int(size)
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Boxed forward and backward of a joint graph; ``around_…(run, arguments)`` runs each."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    around_forward: Callable[..., Any]
+    around_backward: Callable[..., Any]
+
+
+def aot_backend(
+    module: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., Partition]
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph through AOTAutograd, without decompositions.
+
+    `partition(joint, joint inputs, num_fwd_outputs=…)` cuts the graph. One without backward runs as
+    it is.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    found: list[Partition] = []
+
+    def cut(*args: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        found.append(partition(*args, **options))
+        return found[-1].forward, found[-1].backward
+
+    def run(graph: fx.GraphModule, around: Callable[..., Any]) -> Any:
+        def boxed_call(arguments: list[Any]) -> Any:
+            return around(graph.forward, arguments)
+
+        boxed_call._boxed_call = True  # type: ignore[attr-defined]
+        return boxed_call
+
+    def unpacked(forward: Callable[..., Any], arguments: list[Any]) -> Any:
+        return forward(*arguments)
+
+    made = aot_autograd(
+        fw_compiler=lambda graph, _: run(graph, found[-1].around_forward),
+        bw_compiler=lambda graph, _: run(graph, found[-1].around_backward),
+        inference_compiler=lambda graph, _: run(graph, unpacked),
+        partition_fn=cut,
+    )
+    with torch._functorch.config.patch(backward_pass_autocast="off"):
+        compiled: Callable[..., Any] = made(module, inputs)
+    return compiled
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:

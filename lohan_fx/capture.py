@@ -406,45 +406,25 @@ def _normalize(
 ) -> Captured:
     """Copy the joint graph: forward nodes first, readable placeholders, only known outputs."""
     source = joint.module.graph
-    outputs: list[OutputRole] = []
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in source.find_nodes(op="placeholder"):
-        if "val" not in node.meta:  # a constant among the arguments: traced in
-            continue
-        role = _input_role(node.meta.get("desc"))
-        made = graph.placeholder(placeholder_name(role))
-        made.meta = {"val": node.meta["val"], "role": role, "phase": _phase(node)}
-        env[node] = made
-    body = [n for n in source.nodes if n.op not in ("placeholder", "output")]
-    for node in sorted(body, key=lambda n: _phase(n) == "backward"):  # stable
-        env[node] = made = _copy(graph, node, env)
-        made.meta["phase"] = _phase(node)
-        _check_layout(made)
-    older = {
-        _compat.storage_key(value)
-        for n in graph.nodes
-        if (n.op == "placeholder" or n.meta["phase"] == "forward")
-        and isinstance(value := n.meta.get("val"), torch.Tensor)
+    roles = {
+        node: _input_role(node.meta.get("desc"))
+        for node in source.find_nodes(op="placeholder")
+        if "val" in node.meta  # else a constant among the arguments: traced in
     }
-    returned: list[Any] = []
     flat: Any = source.output_node().args[0]
-    for value, desc in zip(flat, joint.output_descriptors, strict=True):
-        if value is None and (desc is None or isinstance(desc, _compat.GradAOTOutput)):
-            continue
-        out_role = _output_role(desc)
-        outputs.append(out_role)
-        made = env[value] if isinstance(value, fx.Node) else value
-        returned.append(_own(graph, made, older) if out_role.kind == "gradient" else made)
-    graph.output(tuple(returned))
-    _drop_aliases(graph)
-    _drop_dead(graph)
+    returned = [
+        (value, _output_role(desc))
+        for value, desc in zip(flat, joint.output_descriptors, strict=True)
+        if value is not None or not (desc is None or isinstance(desc, _compat.GradAOTOutput))
+    ]
+    graph = copy_joint(source, roles, returned)
+    outputs = [role for _, role in returned]
     chunk_losses(graph, loss_chunk_bytes)
     inputs = tuple(n.meta["role"] for n in graph.find_nodes(op="placeholder"))
     num_outputs = len(dynamo.output_values)
     _check_roles(inputs, outputs, num_outputs, differentiable)
     return Captured(
-        graph=_compat.LazyGraphModule(_constants(joint.module, graph), graph),
+        graph=_compat.LazyGraphModule(constants_of(joint.module, graph), graph),
         inputs=inputs,
         outputs=tuple(outputs),
         num_outputs=num_outputs,
@@ -456,7 +436,46 @@ def _normalize(
     )
 
 
-def _copy(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def copy_joint(
+    source: fx.Graph,
+    roles: Mapping[fx.Node, InputRole],
+    returned: Sequence[tuple[Any, OutputRole]],
+) -> fx.Graph:
+    """Copy a joint graph: forward nodes first, readable names, what nobody reads left out.
+
+    Args:
+        roles: the placeholders that stay; others must be unread, or symbols of fixed value.
+        returned: the outputs that stay, in order.
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    for node in source.find_nodes(op="placeholder"):
+        if node in roles:
+            role = roles[node]
+            env[node] = made = graph.placeholder(placeholder_name(role))
+            phase = "backward" if role.kind == "tangent" else "forward"
+            made.meta = {"val": node.meta["val"], "role": role, "phase": phase}
+        elif isinstance(node.meta.get("val"), (int, torch.SymInt)):
+            env[node] = int(node.meta["val"])
+    body = [n for n in source.nodes if n.op not in ("placeholder", "output")]
+    for node in sorted(body, key=lambda n: _phase(n) == "backward"):  # stable
+        env[node] = made = _copy(graph, node, env)
+        made.meta["phase"] = _phase(node)
+        _check_layout(made)
+    older = {
+        _compat.storage_key(value)
+        for n in graph.nodes
+        if (n.op == "placeholder" or n.meta["phase"] == "forward")
+        and isinstance(value := n.meta.get("val"), torch.Tensor)
+    }
+    outputs = [(env[v] if isinstance(v, fx.Node) else v, role) for v, role in returned]
+    graph.output(tuple(_own(graph, v, older) if r.kind == "gradient" else v for v, r in outputs))
+    _drop_aliases(graph)
+    _drop_dead(graph)
+    return graph
+
+
+def _copy(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, Any]) -> fx.Node:
     """Copy a node; one that takes a result out of a tuple is named after the op."""
     name = node.name
     if node.target is operator.getitem:
@@ -612,11 +631,7 @@ class _Unflatten:
 
 
 def _phase(node: fx.Node) -> str:
-    if node.op == "placeholder":
-        backward = isinstance(node.meta.get("desc"), _compat.TangentAOTInput)
-    else:
-        backward = "backward" in str(node.meta.get("partitioner_tag"))
-    return "backward" if backward else "forward"
+    return "backward" if "backward" in str(node.meta.get("partitioner_tag")) else "forward"
 
 
 def is_random(node: fx.Node) -> bool:
@@ -664,7 +679,7 @@ def _drop_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _constants(source: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:
+def constants_of(source: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:
     """Tensors that the forward makes from Python numbers, as real tensors."""
     found: dict[str, Any] = {}
     for node in graph.find_nodes(op="get_attr"):

@@ -35,10 +35,14 @@ class Slot:
 
 
 class SlotStore:
-    """Host memory and SSD space for the slots of all programs of a model; they run in turn."""
+    """Host memory and SSD space for the slots of all programs of a model; they run in turn.
 
-    def __init__(self, *, pin: bool) -> None:
+    `name` tells stores that share a directory apart.
+    """
+
+    def __init__(self, *, pin: bool, name: str = "slots") -> None:
         self._pin = pin
+        self._name = name
         self.arena: Arena | None = None
         self.file: StripedFile | None = None
 
@@ -64,7 +68,9 @@ class SlotStore:
                 self.file = None
 
             def make(size: int) -> StripedFile:
-                return StripedFile(run, f"slots-{size}", size, pool, stripe_bytes=STRIPE_BYTES)
+                return StripedFile(
+                    run, f"{self._name}-{size}", size, pool, stripe_bytes=STRIPE_BYTES
+                )
 
             try:
                 self.file = make(num_bytes)
