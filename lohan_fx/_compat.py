@@ -63,6 +63,7 @@ __all__ = [
     "StorageWeakRef",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "Unmoved",
     "aot_backend",
     "boxed",
     "data_dependent_node",
@@ -400,6 +401,21 @@ def aot_backend(
     with torch._functorch.config.patch(backward_pass_autocast="off"):
         compiled: Callable[..., Any] = made(module, inputs)
     return compiled
+
+
+class Unmoved(nn.Module):
+    """A module that is asked before anybody, its parent included, converts its tensors.
+
+    `.to()`, `.cuda()`, `.half()` and the like all end in `_apply`.
+    """
+
+    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raise if the conversion is refused; otherwise nothing is converted."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        self.keeps(fn)
+        return self
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
+from lohan_fx._compat import Unmoved
 from lohan_fx.capture import Outputs
 from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES
 from lohan_fx.compiled import CompiledModel, Gradients, Options
@@ -26,7 +27,7 @@ from lohan_fx.runtime.malloc import expand_segments, return_freed_memory
 M = TypeVar("M", bound=nn.Module)
 
 
-class LohanModule(nn.Module):
+class LohanModule(Unmoved):
     """What a compiled module's class adds to the user's class."""
 
     @property
@@ -50,39 +51,23 @@ class LohanModule(nn.Module):
         """The plan and its prediction as tables, and what was moved so far."""
         return report_text(self.lohan)
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
+    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Stay: the plan says where parameters live. Loops may name the compute device.
 
         Raises:
-            LohanError: another device or dtype is asked for.
+            LohanError: another device, dtype or layout is asked for.
         """
-        asked = torch.empty(0).to(*args, **kwargs)
         device = self.lohan.options.device
-        if kwargs.get("memory_format") or asked.device != device or asked.dtype != torch.float32:
+        probe = torch.empty(2, 2, 2, 2, device=device)
+        asked = convert(probe)
+        if any(getattr(asked, k) != getattr(probe, k) for k in ("device", "dtype")) or (
+            asked.stride() != probe.stride()
+        ):
             raise LohanError(
                 f"a compiled {type(self).__name__} computes on {device}, and its parameters live "
                 "where the plan puts them: convert the model before lohan_fx.compile, or after "
                 "model.lohan.close()"
             )
-        return self
-
-    def cuda(self, device: Any = None) -> Any:
-        return self.to("cuda" if device is None else device)
-
-    def cpu(self) -> Any:
-        return self.to("cpu")
-
-    def float(self) -> Any:
-        return self.to(torch.float32)
-
-    def double(self) -> Any:
-        return self.to(torch.float64)
-
-    def half(self) -> Any:
-        return self.to(torch.float16)
-
-    def bfloat16(self) -> Any:
-        return self.to(torch.bfloat16)
 
     # Who asks for parameters gets them as the last step made them.
 

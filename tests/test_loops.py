@@ -472,7 +472,14 @@ def test_moving_a_compiled_model(hw: HardwareProfile) -> None:
     for _ in range(2):
         assert ours.model.to("cpu") is ours.model.to(torch.device("cpu"), non_blocking=True)
         assert ours.model.cpu() is ours.model.to(torch.float32) is ours.model
-        for change in (lambda: ours.model.to("meta"), ours.model.bfloat16, ours.model.half):
+        assert nn.Sequential(ours.model).to("cpu")[0] is ours.model
+        changes = (
+            lambda: ours.model.to("meta"),
+            lambda: nn.Sequential(ours.model).to("meta"),
+            lambda: ours.model.to(memory_format=torch.channels_last),
+            ours.model.bfloat16,
+        )
+        for change in changes:
             with pytest.raises(LohanError, match=r"before lohan_fx\.compile"):
                 change()
         assert identical(ours.step(0), plain.step(0))
