@@ -2,8 +2,8 @@
 
     python examples/lightning_loop.py
 
-Lightning accumulates over two batches, clips, and hands optimizer.step() a closure, so gradients are
-kept. The losses are those of the same run without lohan_fx.
+Lightning accumulates over two batches, clips, and hands optimizer.step() a closure, so gradients
+are kept. The losses are those of the same run without lohan_fx.
 """
 
 from __future__ import annotations

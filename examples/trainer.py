@@ -2,9 +2,9 @@
 
     python examples/trainer.py
 
-Trainer accumulates gradients over two batches and clips their norm, so gradients are kept
-(`gradients="kept"`). It gets the optimizer that the model was compiled with, evaluates between steps, saves and
-resumes checkpoints. The losses are those of the same run without lohan_fx.
+Trainer accumulates gradients over two batches and clips their norm, so gradients are kept. It gets
+the optimizer that the model was compiled with, evaluates between steps, saves checkpoints and goes
+on from them. The losses are those of the same run without lohan_fx.
 """
 
 from __future__ import annotations
@@ -40,14 +40,19 @@ def build() -> nn.Module:
 
 
 def dataset() -> list[dict[str, torch.Tensor]]:
-    """This file, cut in pieces."""
+    """The bytes of this file, cut in pieces."""
     data = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
     rows = data[: len(data) // LENGTH * LENGTH].view(-1, LENGTH)
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def train(
-    folder: Path, *, compiled: bool, num_steps: int = NUM_STEPS, resume: bool = False, **options: Any
+    folder: Path,
+    *,
+    compiled: bool,
+    num_steps: int = NUM_STEPS,
+    resume: bool = False,
+    **options: Any,
 ) -> tuple[list[float], nn.Module]:
     """Train and evaluate; the losses in the order of Trainer's log, and the model.
 
@@ -80,8 +85,8 @@ def train(
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=rows[:-8],  # type: ignore[arg-type]
-        eval_dataset=rows[-8:],  # type: ignore[arg-type]
+        train_dataset=rows[:-8],
+        eval_dataset=rows[-8:],
         optimizers=(optimizer, scheduler),
     )
     trainer.train(resume_from_checkpoint=resume)
