@@ -48,6 +48,7 @@ __all__ = [
     "TRACING",
     "BufferAOTInput",
     "DataDependentOutputException",
+    "DisableTorchFunctionSubclass",
     "DynamoCapture",
     "FakeTensor",
     "FakeTensorMode",
@@ -72,6 +73,8 @@ __all__ = [
     "fake_mode",
     "inductor_kernel",
     "is_wrapper_subclass",
+    "make_subclass",
+    "make_wrapper_subclass",
     "set_cuda_allocator",
     "specialize",
     "storage_key",
@@ -427,6 +430,22 @@ def boxed(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A GraphModule whose forward takes one list and empties it: inputs die at their last use."""
     graph.set_codegen(_BoxedCodeGen())
     return fx.GraphModule(root, graph)
+
+
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""Inside of it, functions of tensor subclasses are those of plain tensors."""
+
+
+def make_subclass(cls: type[torch.Tensor], tensor: torch.Tensor) -> Any:
+    """The same memory as a tensor of class `cls`."""
+    return torch.Tensor._make_subclass(cls, tensor)
+
+
+def make_wrapper_subclass(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
+    """A tensor of class `cls` without storage, that looks like another."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+    )
 
 
 def version_of(tensor: torch.Tensor) -> int:

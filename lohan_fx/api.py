@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +17,7 @@ from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES
 from lohan_fx.compiled import CompiledModel, Gradients, Options
 from lohan_fx.errors import HardwareError, LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import Plan, Schedule
+from lohan_fx.plan import WAITING, Plan, Schedule
 from lohan_fx.planned import hardware
 from lohan_fx.planners import Planner, PlannerOptions, get
 from lohan_fx.printing import ProgramModule
@@ -46,6 +47,10 @@ class LohanModule(Unmoved):
     def plan(self) -> Plan:
         """The plan of that program."""
         return self.lohan.program().plan
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """For backwards that are not the last of their step, with ``accumulate="manual"``."""
+        return self.lohan.no_sync()
 
     def report(self) -> str:
         """The plan and its prediction as tables, and what was moved so far."""
@@ -103,6 +108,11 @@ def compile(
     plan: Plan | str | Path | None = None,
     loss_chunk_bytes: int = LOSS_CHUNK_BYTES,
     gradients: Gradients = "consumed",
+    accumulate: int | Literal["manual"] = 1,
+    clip_grad_norm: float | None = None,
+    clip_grad_value: float | None = None,
+    skip_nonfinite: bool = False,
+    refine: bool | Literal["auto"] = "auto",
 ) -> M:
     """Make `model` train within a memory budget, with plain PyTorch's numbers.
 
@@ -132,7 +142,8 @@ def compile(
             backward. "overlapped": "optimized", and what is left of them runs beside the next
             forward (call ``model.lohan.sync()`` before you read or write a parameter that you
             hold; the model's own ``parameters()``, ``state_dict()`` and ``load_state_dict()``
-            do). "auto": the strategy's own.
+            do). "deferred": all of them run there, none before ``optimizer.step()``. "auto": the
+            strategy's own, or what the options below need.
         fused: compile what lies between matrix products and attention with Inductor: faster, and
             equal to rounding where eager's own kernels are equal to the bit. "auto": on CUDA.
         plan: a plan made earlier for the same model and inputs, or its file; replaces the
@@ -143,9 +154,24 @@ def compile(
         gradients: "consumed": a gradient updates its unit as soon as it is there, and is gone.
             "kept": plain PyTorch's ways. Every backward adds to the parameters' ``.grad`` (in the
             masters' dtype, where the unit's states are), user code may change or replace it (clip,
-            unscale, zero), and all updates run in optimizer.step(): loops that accumulate and
-            clip, GradScaler, Trainer and Lightning need no change. It takes a gradient beside the
-            states of every unit, and schedule "serial".
+            unscale, zero), and all updates run in optimizer.step(), or after it (schedules
+            "serial" and "deferred"): loops that accumulate and clip, GradScaler, Trainer and
+            Lightning need no change. It takes a gradient beside the states of every unit.
+        accumulate: so many backwards make a step; their gradients add up beside the states, in
+            the masters' dtype, and updates run while the last one does, by the schedule. An
+            ``optimizer.step()`` that comes earlier ends the step with what there is. "manual":
+            every backward outside of ``with model.no_sync():`` is the last one.
+        clip_grad_norm: scale the gradients of every step so that their norm is no larger, as
+            torch.nn.utils.clip_grad_norm_ does. It needs all of them before the first update:
+            "auto" is schedule "deferred" then. ``model.lohan.grad_norm`` is the last norm.
+        clip_grad_value: bring every element of them into [-value, value], with any schedule.
+        skip_nonfinite: leave a step out whose gradients have no finite norm; schedules as for
+            `clip_grad_norm`. ``model.lohan.skipped_steps`` counts them.
+        refine: let the first four steps correct the cost model (`lohan_fx.refinement`): if another
+            plan is predicted to be faster by more than 2%, it replaces the first one before the
+            fifth step, and says so. Units that move between device and host are then updated by
+            another kernel, equal to rounding: switch it off where runs must repeat bit for bit.
+            "auto": on CUDA, unless `plan` is given or PyTorch's deterministic algorithms are on.
 
     Raises:
         UnsupportedOptimizerError: the optimizer's update is not elementwise.
@@ -163,10 +189,22 @@ def compile(
             "the model was made by torch.compile, which lohan_fx.compile takes the place of: give "
             "the model itself"
         )
-    get(strategy)
+    its_schedule = getattr(get(strategy), "schedule", None)
     if isinstance(plan, (str, Path)):
         plan = Plan.load(plan)
-    schedule = _schedule(schedule, gradients, plan)
+    _check_gradients(
+        optimizer, gradients, accumulate, clip_grad_norm, clip_grad_value, skip_nonfinite
+    )
+    waits = ""
+    if gradients == "kept":
+        waits = "with gradients='kept' the gradients are the user's until then"
+    elif clip_grad_norm is not None or skip_nonfinite:
+        asks = "skip_nonfinite" if clip_grad_norm is None else "clip_grad_norm"
+        waits = f"{asks} needs the norm of all gradients before the first update"
+    by_default: Schedule = "serial" if gradients == "kept" else "deferred"
+    if its_schedule in WAITING:
+        by_default = its_schedule
+    schedule = _schedule(schedule, waits, by_default, plan)
     planner = PlannerOptions(states=states, swap_to=swap_to, schedule=schedule)
     if fused not in (True, False, "auto"):
         raise LohanError(f"fused={fused!r}: use True, False or 'auto'")
@@ -200,6 +238,11 @@ def compile(
             plan=plan,
             loss_chunk_bytes=loss_chunk_bytes,
             gradients=gradients,
+            accumulate=accumulate,
+            clip_grad_norm=clip_grad_norm,
+            clip_grad_value=clip_grad_value,
+            skip_nonfinite=skip_nonfinite,
+            refine=_refines(device) if refine == "auto" else refine,
         ),
     )
     cls = type(model)
@@ -219,21 +262,69 @@ def compile(
     return model
 
 
-def _schedule(
-    schedule: Schedule | Literal["auto"], gradients: Gradients, plan: Plan | None
-) -> Schedule | Literal["auto"]:
-    """The schedule to plan with. Raises LohanError if updates would begin too early."""
+def _check_gradients(
+    optimizer: torch.optim.Optimizer | None,
+    gradients: Gradients,
+    accumulate: int | Literal["manual"],
+    clip_grad_norm: float | None,
+    clip_grad_value: float | None,
+    skip_nonfinite: bool,
+) -> None:
+    """Refuse options about gradients that contradict each other."""
     if gradients not in ("consumed", "kept"):
         raise LohanError(f"gradients={gradients!r}: use 'consumed' or 'kept'")
-    if gradients == "consumed":
+    counts = isinstance(accumulate, int) and not isinstance(accumulate, bool) and accumulate > 0
+    if not counts and accumulate != "manual":
+        raise LohanError(f"accumulate={accumulate!r}: use 'manual' or a number of backwards")
+    for name, value in (("clip_grad_norm", clip_grad_norm), ("clip_grad_value", clip_grad_value)):
+        if value is not None and not value >= 0:
+            raise LohanError(f"{name}={value!r}: use None or a number that is not negative")
+    if clip_grad_norm is not None and clip_grad_value is not None:
+        raise LohanError("clip_grad_norm and clip_grad_value together have no order: use one")
+    asked = {
+        "accumulate": accumulate != 1,
+        "clip_grad_norm": clip_grad_norm is not None,
+        "clip_grad_value": clip_grad_value is not None,
+        "skip_nonfinite": skip_nonfinite,
+    }
+    first = next((name for name, is_asked in asked.items() if is_asked), None)
+    if first is not None and gradients == "kept":
+        raise LohanError(
+            f"{first}= with gradients='kept', where gradients are yours until optimizer.step(): "
+            "leave it out and do it in the loop, as in plain PyTorch, or leave gradients= out"
+        )
+    if first is not None and optimizer is None:
+        raise LohanError(f"{first}= needs optimizer=: without one, gradients are in .grad as ever")
+
+
+def _schedule(
+    schedule: Schedule | Literal["auto"],
+    waits: str,
+    default: Schedule,
+    plan: Plan | None,
+) -> Schedule | Literal["auto"]:
+    """The schedule to plan with.
+
+    Args:
+        waits: why no update may begin before optimizer.step(), if so.
+        default: what "auto" is then.
+
+    Raises:
+        LohanError: updates of the schedule, or of the plan, would begin too early.
+    """
+    if not waits:
         return schedule
     wanted = schedule if plan is None else plan.schedule
-    if wanted not in ("auto", "serial"):
+    if wanted not in ("auto", *WAITING):
         raise LohanError(
-            f"schedule {wanted!r} updates units before optimizer.step(), but with gradients='kept' "
-            "their gradients are the user's until then: use schedule='serial' (or 'auto')"
+            f"schedule {wanted!r} updates units before optimizer.step(), but {waits}: use "
+            f"schedule='deferred' or 'serial' ('auto' is {default!r} here)"
         )
-    return "serial"
+    return default if wanted == "auto" else wanted
+
+
+def _refines(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
 
 
 _DTYPES = {

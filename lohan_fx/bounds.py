@@ -23,7 +23,8 @@ class Bound:
     """Seconds of one step at least, and the resource that says so.
 
     `work` has the seconds of every resource: gpu, d2h, h2d, link (both directions at the
-    duplex rate), ssd, cpu. With schedule "serial" the optimizer's part comes after the others.
+    duplex rate), ssd, cpu. With schedule "serial" the optimizer's part comes after the others, with
+    "deferred" beside forward only.
     """
 
     seconds: float
@@ -81,6 +82,10 @@ def demand_bound(hw: HardwareProfile, d: Demand, schedule: Schedule) -> Bound:
     work["ssd"] += states_s
     work["cpu"] = cpu_s
     resource = max(work, key=work.__getitem__)
+    if schedule == "deferred":
+        backward_s = d.backward_s + d.recompute_s
+        if (apart := backward_s + max(cpu_s, states_s)) > work[resource]:
+            return Bound(seconds=apart, resource="gpu + optimizer", work=work)
     return Bound(seconds=work[resource], resource=resource, work=work)
 
 

@@ -38,12 +38,14 @@ from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.passes import PassManager, Rewrite, pipeline
 from lohan_fx.passes.split import split
 from lohan_fx.passes.verify import check_invariants, check_program
-from lohan_fx.plan import Plan, Tier
+from lohan_fx.plan import WAITING, Plan, Tier
 from lohan_fx.planners import make_plan
 from lohan_fx.planners.registry import Planner, PlannerOptions
 from lohan_fx.printing import ProgramModule
 from lohan_fx.program import Program, Residency, lower, residency
+from lohan_fx.refinement import MIN_GAIN, Measured, Outcome, Refinement
 from lohan_fx.runtime.arena import Arena, BufferRing, Layout, Region
+from lohan_fx.runtime.clipping import Clipping
 from lohan_fx.runtime.eager import ReadParameters
 from lohan_fx.runtime.engine import Engine, Slot, SlotStore
 from lohan_fx.runtime.executor import Executor
@@ -57,6 +59,7 @@ from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.updates import Accumulation, Updater
 from lohan_fx.signature import Signature, difference, foreign_input, signature_of
+from lohan_fx.simulate import simulate
 from lohan_fx.workload import Workload
 
 logger = logging.getLogger("lohan_fx")
@@ -92,6 +95,11 @@ class Options:
     plan: Plan | None = None
     loss_chunk_bytes: int = LOSS_CHUNK_BYTES
     gradients: Gradients = "consumed"
+    accumulate: int | Literal["manual"] = 1
+    clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    skip_nonfinite: bool = False
+    refine: bool = False
 
 
 @dataclass(kw_only=True)
@@ -120,6 +128,7 @@ class Memory:
     states: ModelStates = field(init=False)
     updater: Updater | None = None
     arena: Arena | None = None
+    moved: list[Arena] = field(default_factory=list)
     buffers: dict[str, tuple[int, int]] = field(default_factory=dict)
     buffer_arena: Arena | None = None
     regions: dict[str, Region] = field(default_factory=dict)
@@ -181,7 +190,7 @@ class Memory:
             self.pool.close()
         if self.run is not None:
             self.run.close()
-        for arena in (self.arena, self.buffer_arena):
+        for arena in (self.arena, self.buffer_arena, *self.moved):
             if arena is not None:
                 arena.close()
 
@@ -201,6 +210,10 @@ class CompiledModel:
         self.memory: Memory | None = None
         self.latest: CompiledProgram | None = None
         self.setup_s: dict[str, float] = {}
+        self.refined: Outcome | None = None
+        self._refinement = (
+            Refinement(options.device) if options.refine and options.plan is None else None
+        )
         self._said: set[str] = set()
         self._num_evaluations = 0
         self._uncapturable: set[Signature] = set()
@@ -223,7 +236,15 @@ class CompiledModel:
                 f"no parameter of the {type(model).__name__} is in the optimizer: construct "
                 f"{type(optimizer).__name__} from the parameters of the model that you compile"
             )
-        self._accumulation = Accumulation(kept=options.gradients == "kept")
+        self._accumulation = Accumulation(
+            kept=options.gradients == "kept",
+            limit=None if options.accumulate == "manual" else options.accumulate,
+        )
+        self._clipping = Clipping(
+            max_norm=options.clip_grad_norm,
+            max_value=options.clip_grad_value,
+            skip_nonfinite=options.skip_nonfinite,
+        )
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         self._state_layout = StateLayout(
             compute_dtype=options.dtype if optimizer is not None else None,
@@ -274,6 +295,36 @@ class CompiledModel:
     def counters(self) -> Counters:
         """Bytes moved since the model was compiled."""
         return self.memory.lanes.counters.copy() if self.memory is not None else Counters()
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping (`clip_grad_norm` and
+        `skip_nonfinite` need it; else None)."""
+        return self._clipping.grad_norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out because their gradients were not finite (`skip_nonfinite`)."""
+        return self._clipping.skipped_steps
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block are not the last of their step: they add to its gradients.
+
+        Raises:
+            StepError: how many backwards make a step is not for the loop to say.
+        """
+        accumulation = self._accumulation
+        if not accumulation.kept and accumulation.limit is not None:
+            raise StepError(
+                f"model.no_sync() with accumulate={accumulation.limit}, which counts backwards: "
+                "compile with accumulate='manual' to say it by no_sync(), or with gradients='kept'"
+            )
+        before, accumulation.more = accumulation.more, True
+        try:
+            yield
+        finally:
+            accumulation.more = before
 
     def _named_parameters(self, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As the user's class names them, without waiting for updates (`LohanModule`)."""
@@ -361,23 +412,16 @@ class CompiledModel:
             workload = self._with_scratch(
                 annotate(captured, self.model, self._layouts, self._state_layout, options.hw)
             )
-        fixed = (
-            {u.unit.name: u.tier for u in self.memory.states.units}
-            if self.memory is not None
-            else None
-        )
-        plan = options.plan
-        if plan is None or plan.workload != workload.name or fixed is not None:
-            with self._stage("plan"):
-                plan = make_plan(
-                    options.strategy,
-                    workload,
-                    options.hw,
-                    options.budget,
-                    dataclasses.replace(options.planner, fixed_units=fixed),
-                )
-        else:
-            self._check_given(plan, workload)
+        return self._build(captured, workload, self._plan_for(workload))
+
+    def _build(self, captured: Captured, workload: Workload, plan: Plan) -> CompiledProgram:
+        """Make the program of a plan. Units are where it wants them, or nowhere yet."""
+        if self._needs_whole_gradients and plan.schedule not in WAITING:
+            raise PlanError(
+                f"{plan.strategy!r} planned schedule {plan.schedule!r}, which updates units "
+                "before optimizer.step(), but the options about gradients need all of them before: "
+                "plan with schedule 'deferred' or 'serial'"
+            )
         self.sync()  # updates of the last step may still read buffers
         for program in self.programs.values():
             program.executor.drop_pending()  # slots and buffers may move
@@ -385,10 +429,37 @@ class CompiledModel:
             with self._stage("allocate"):
                 self.memory = self._allocate(workload, plan)
             self._closer = weakref.finalize(self.model, self.memory.close)
-        elif self._reserve(self.memory, workload, plan):
-            self._connect(self.memory, workload, plan)
+        else:
+            grown = self._reserve(self.memory, workload, plan)
+            updater = self.memory.updater
+            if grown or updater is None or updater.schedule != plan.schedule:
+                self._connect(self.memory, workload, plan)
         with self._stage("rewrite"):
             return self._rewrite(captured, workload, plan)
+
+    @property
+    def _needs_whole_gradients(self) -> bool:
+        return self._accumulation.kept or self._clipping.needs_norms
+
+    def _plan_for(self, workload: Workload) -> Plan:
+        """The plan that was given, or one that is made for where the units are."""
+        options = self.options
+        given = options.plan
+        if self.memory is None:
+            if given is not None and given.workload == workload.name:
+                self._check_given(given, workload)
+                return given
+            fixed = None
+        else:
+            fixed = {u.unit.name: u.tier for u in self.memory.states.units}
+        with self._stage("plan"):
+            return make_plan(
+                options.strategy,
+                workload,
+                options.hw,
+                options.budget,
+                dataclasses.replace(options.planner, fixed_units=fixed),
+            )
 
     def _check_given(self, plan: Plan, workload: Workload) -> None:
         """Refuse a user's plan that is of another program than the one at hand."""
@@ -440,7 +511,7 @@ class CompiledModel:
         return dataclasses.replace(workload, units=tuple(units))
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Captured:
-        with self._as_it_was() as model:
+        with self._as_it_was() as model, _without_gradients(model):
             return capture(
                 model,
                 args,
@@ -593,6 +664,7 @@ class CompiledModel:
             plan.schedule,
             self.optimizer,
             self._accumulation,
+            self._clipping,
             gradient_rings={tier: ring for tier, ring in rings.items() if ring is not None},
             gradient_buffers={i: memory.buffer(n) for i, n in own.items() if n in memory.regions},
             state_ring=memory.ring("state ring"),
@@ -616,6 +688,7 @@ class CompiledModel:
         program = (self._program if key.grad else self._evaluation)(args, kwargs, key)
         if program is None:
             return self._run_eagerly(args, kwargs)
+        program = self._refined(program)
         executor = program.executor
         assert self.memory is not None
         for other in self.programs.values():
@@ -649,6 +722,92 @@ class CompiledModel:
         with self._as_it_was() as model, torch.no_grad(), read:
             return model.forward(*args, **kwargs)
 
+    def _refined(self, program: CompiledProgram) -> CompiledProgram:
+        """The program to run: once, another one, if the first steps' measurements say so."""
+        refinement = self._refinement
+        if refinement is None or not program.executor.captured.has_backward:
+            return program
+        assert self.memory is not None
+        if not refinement.before_step(program.executor, self.memory.lanes):
+            return program
+        self._refinement = None
+        self.sync()
+        measured = refinement.measured(program.workload, self.options.hw)
+        refinement.detach(self.memory.lanes)
+        if measured is None:
+            return program
+        began = time.perf_counter()
+        plan, before_s, after_s = self._better_plan(program.plan, measured)
+        moved: tuple[str, ...] = ()
+        program.workload = measured.workload
+        self.options = dataclasses.replace(self.options, hw=measured.hw)
+        if plan is not None:
+            with self._stage("refine"):
+                key = next(k for k, p in self.programs.items() if p is program)
+                for old in self.programs.values():
+                    old.executor.drop_pending()
+                self.programs.clear()  # they were made for the tiers that units are in now
+                self._num_evaluations = 0
+                moved, plan = self._move(plan)
+                program = self._build(
+                    program.executor.captured,
+                    measured.workload,
+                    plan or self._plan_for(measured.workload),
+                )
+                self.programs[key] = self.latest = program
+        self.refined = Outcome(
+            before_s=before_s,
+            after_s=after_s,
+            moved=moved,
+            seconds=time.perf_counter() - began,
+        )
+        if self.refined.changed:
+            self._say("refined", self.refined.text())
+        return program
+
+    def _better_plan(self, plan: Plan, measured: Measured) -> tuple[Plan | None, float, float]:
+        """A plan for what was measured, if it is worth it; seconds a step of both. Units stay on
+        SSD, or off it: there may be no room, and moving them takes longer than it saves."""
+        on_ssd: dict[str, Tier] = {u: "ssd" for u, p in plan.units.items() if p.tier == "ssd"}
+        options = dataclasses.replace(self.options.planner, fixed_units=on_ssd or None)
+        before_s = simulate(measured.workload, plan, measured.hw).step_s
+        try:
+            found = make_plan(
+                self.options.strategy, measured.workload, measured.hw, self.options.budget, options
+            )
+        except InsufficientMemoryError:  # it planned with other seconds before
+            return None, before_s, before_s
+        after_s = simulate(measured.workload, found, measured.hw).step_s
+        same_ssd = all((p.tier == "ssd") == (u in on_ssd) for u, p in found.units.items())
+        if not same_ssd or after_s > (1 - MIN_GAIN) * before_s:
+            return None, before_s, before_s
+        return found, before_s, after_s
+
+    def _move(self, plan: Plan) -> tuple[tuple[str, ...], Plan | None]:
+        """Move units to the tiers of a plan. Names of those that moved; the plan, or None if there
+        was no room for one, and another plan has to do for where they are."""
+        assert self.memory is not None
+        memory = self.memory
+        tiers = footprint.tiers_of(plan)
+        moving = [s for s in memory.states.units if tiers[s.unit.name] != s.tier]
+        moving.sort(key=lambda states: states.tier != "device")  # these make room
+        moved: list[str] = []
+        try:
+            for states in moving:
+                arena = None
+                if tiers[states.unit.name] == "host":
+                    arena = Arena(states.num_bytes, pin=memory.pin)
+                    memory.moved.append(arena)
+                memory.states.move(states, arena)
+                moved.append(states.unit.name)
+        except (InsufficientMemoryError, torch.OutOfMemoryError) as error:
+            self._say("move", f"no room to change the plan: {error}")
+            return tuple(moved), None
+        finally:
+            if moved:
+                memory.buffers = {}  # gradients of other units have buffers now
+        return tuple(moved), plan
+
     def _check_parameters(self) -> None:
         """Refuse a model whose layers are others than those that were moved."""
         assert self.memory is not None
@@ -675,7 +834,8 @@ class CompiledModel:
         if updater.pending:
             raise StepError(
                 "backward ran, but optimizer.step() was not called since: gradients are consumed "
-                "as they appear, so every backward needs its step before the next forward"
+                "as they appear, so every backward needs its step before the next forward. To add "
+                "up several backwards, compile with accumulate= or gradients='kept'"
             )
 
     def _input(self, leaf: Any) -> Any:
@@ -694,7 +854,7 @@ class CompiledModel:
     def sync(self) -> None:
         """Wait until parameters and optimizer states are those that the last step made.
 
-        Only schedule "overlapped" leaves any of that to the next step.
+        Only schedules "overlapped" and "deferred" leave any of that to the next step.
 
         Raises:
             the first error of an update.
@@ -747,11 +907,11 @@ class CompiledModel:
         if recorder is not None:
             label = self.memory.lanes.label("join", "optimizer.step")
             recorder.add("gpu", label, began, recorder.mark())
-        if self._accumulation.kept:  # the optimizer's own step must not find them
-            found = [p for states in self.memory.states.trained for p in states.parameters]
-            self._hidden = [(p, p.grad) for p in found if p.grad is not None]
-            for p, _ in self._hidden:
-                p.grad = None
+        # the optimizer's own step must not find them
+        found = [p for states in self.memory.states.trained for p in states.parameters]
+        self._hidden = [(p, p.grad) for p in found if p.grad is not None]
+        for p, _ in self._hidden:
+            p.grad = None
 
     def show_gradients(self) -> None:
         """Give back the ``.grad`` of parameters that `finish_step` hid: what optimizer.step() does
@@ -790,7 +950,7 @@ class CompiledModel:
         self.memory.lanes.recorder = recorder
         try:
             yield recorder
-            self.sync()  # what schedule "overlapped" leaves belongs to the last step
+            self.sync()  # what a late schedule leaves belongs to the last step
         finally:
             self.memory.lanes.recorder = None
 
@@ -806,6 +966,7 @@ class CompiledModel:
             self._say("close", f"the last step's updates did not end: {error}")
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.give_back(self.optimizer)
+            self.memory.states.forget_sums()
         model = self._model()
         if model is not None and model.__dict__.get("_lohan") is self:
             model.__class__ = self._original
@@ -822,6 +983,19 @@ class CompiledModel:
         if self._closer is not None:
             self._closer()
         self.memory = None
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Tracing would look into parameters' gradients, which are not there in the traced model."""
+    gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+    for p, _ in gradients:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from lohan_fx.errors import HardwareError
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import Schedule, Tier
+from lohan_fx.plan import WAITING, Schedule, Tier
 from lohan_fx.workload import Unit, Workload
 
 
@@ -200,13 +200,13 @@ def _backward_terms(rates: _Rates, d: Demand, schedule: Schedule) -> dict[str, f
         "gpu": gpu + rates.device_optimizer(d.device_update_bytes),
         "g2m": rates.d2h(d.gradient_bytes),
         "m2g": rates.h2d(reloads),
-        "ssd": ssd if schedule == "serial" else ssd + states,
+        "ssd": ssd if schedule in WAITING else ssd + states,
     }
     if rates.options.duplex_limit:
         terms["duplex"] = rates.duplex(d.gradient_bytes + reloads)
     if schedule == "naive":
         terms["optimizer"] = states + cpu
-    elif schedule != "serial":
+    elif schedule not in WAITING:
         terms["cpu"] = cpu
     return terms
 
@@ -237,13 +237,17 @@ def iteration_time(
         options: which extensions count; `CostOptions()` if None.
         schedule: "serial" updates after backward (ZeRO), "naive" reads, updates and writes
             one unit after another during backward, "optimized" overlaps the three, "overlapped"
-            also with the next forward.
+            also with the next forward; "deferred" with the next forward only.
 
     Raises:
         HardwareError: the profile has no rate for a resource that the demand uses.
     """
     rates = _Rates(hw, options or CostOptions())
     forward = _forward_terms(rates, demand)
+    if schedule == "deferred":
+        forward["cpu"] = rates.cpu_optimizer(demand.num_cpu_params)
+        forward["ssd"] += rates.ssd_read(demand.ssd_state_read_bytes)
+        forward["ssd"] += rates.ssd_write(demand.ssd_state_write_bytes)
     forward_s = max(forward.values())
     backward = _backward_terms(rates, demand, schedule)
     if schedule == "overlapped":

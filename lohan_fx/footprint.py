@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from lohan_fx.plan import PIPELINED, Plan, Schedule, Tier
+from lohan_fx.plan import PIPELINED, WAITING, Plan, Schedule, Tier
 from lohan_fx.workload import Unit, Workload
 
 PAGE_BYTES = 4096
@@ -49,14 +49,14 @@ def has_own_buffer(
 ) -> bool:
     """Whether a unit's gradients wait for its update in a host buffer of their own.
 
-    They do with schedule "serial", which updates after backward, unless they are added to what the
-    unit has; with "overlapped", so that backward need not wait for updates (units on SSD have a
-    ring all the same: host memory is what they lack); and where the device writes gradients as
-    they are made (`direct`).
+    They do with schedules "serial" and "deferred", which update after backward, unless they are
+    added to what the unit has; with "overlapped", so that backward need not wait for updates (units
+    on SSD have a ring all the same: host memory is what they lack); and where the device writes
+    gradients as they are made (`direct`).
     """
     if not unit.trainable or tier == "device":
         return False
-    waits = schedule == "serial" and not unit.accumulator_bytes
+    waits = schedule in WAITING and not unit.accumulator_bytes
     waits = waits or (schedule == "overlapped" and tier == "host")
     return waits or unit.name in direct
 
@@ -100,8 +100,8 @@ def gradient_bytes_needed(
 def state_ring(units: Iterable[Unit], tiers: Mapping[str, Tier], schedule: Schedule) -> Ring:
     """Host buffers through which trainable SSD units pass while they are updated.
 
-    Schedules "optimized" and "overlapped" read unit i−1, update i and write i+1 at once (LoHan
-    §IV-C): three buffers of the largest unit. The others have one unit in flight.
+    Schedules "optimized", "overlapped" and "deferred" read unit i−1, update i and write i+1 at once
+    (LoHan §IV-C): three buffers of the largest unit. The others have one unit in flight.
     """
     sizes = [unit_bytes(u) for u in _in_tier(units, tiers, "ssd") if u.trainable]
     if not sizes:

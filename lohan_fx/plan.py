@@ -19,15 +19,21 @@ from lohan_fx.errors import PlanError, format_bytes
 
 Tier = Literal["device", "host", "ssd"]
 Action = Literal["keep", "swap", "recompute"]
-Schedule = Literal["serial", "naive", "optimized", "overlapped"]
+Schedule = Literal["serial", "naive", "optimized", "overlapped", "deferred"]
 Access = Literal["fetch", "direct"]
 Emission = Literal["copy", "direct"]
 
 TIERS: tuple[Tier, ...] = ("device", "host", "ssd")
-SCHEDULES: tuple[Schedule, ...] = ("serial", "naive", "optimized", "overlapped")
+SCHEDULES: tuple[Schedule, ...] = ("serial", "naive", "optimized", "overlapped", "deferred")
 
-PIPELINED: frozenset[Schedule] = frozenset({"optimized", "overlapped"})
+PIPELINED: frozenset[Schedule] = frozenset({"optimized", "overlapped", "deferred"})
 """Schedules that read states ahead and write them back beside the next update (LoHan §IV-C)."""
+
+LATE: frozenset[Schedule] = frozenset({"overlapped", "deferred"})
+"""Schedules whose updates may run beside the next forward."""
+
+WAITING: frozenset[Schedule] = frozenset({"serial", "deferred"})
+"""Schedules that update nothing before optimizer.step(): by then gradients are whole."""
 
 FORMAT_VERSION = 1
 

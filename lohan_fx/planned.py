@@ -20,7 +20,7 @@ from rich.table import Table
 from lohan_fx.bounds import Bound, step_bound
 from lohan_fx.errors import HardwareError, LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import TIERS, Plan
+from lohan_fx.plan import LATE, TIERS, Plan
 from lohan_fx.planners import PlannerOptions
 from lohan_fx.planners.pareto import lower_bound
 from lohan_fx.planners.prediction import predicted_time
@@ -124,9 +124,9 @@ class Planned:
     @cached_property
     def bound_s(self) -> float:
         """Seconds that no plan undercuts on this machine and budget, of whatever strategy, with
-        optimizer schedule "optimized" ("overlapped", if that is this plan's)."""
-        overlapped = self.plan.schedule == "overlapped"
-        options = PlannerOptions(schedule="overlapped" if overlapped else "optimized")
+        optimizer schedule "optimized" ("overlapped" or "deferred", if that is this plan's)."""
+        late = self.plan.schedule in LATE
+        options = PlannerOptions(schedule=self.plan.schedule if late else "optimized")
         return lower_bound(self.workload, self.hw, self.budget, options)
 
     @property

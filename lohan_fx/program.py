@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lohan_fx.errors import PlanError
-from lohan_fx.plan import Plan, Tier, UnitPlan
+from lohan_fx.plan import WAITING, Plan, Tier, UnitPlan
 from lohan_fx.workload import MODEL_INPUT_KINDS, Op, Phase, Workload
 
 Kind = Literal[
@@ -75,8 +75,9 @@ class Instruction:
 class Program:
     """The instructions of one step, with what is on the device all along.
 
-    `pinned` are storages that never die (outputs that user code holds, gradients kept for a
-    serial update); `static_bytes` counts inputs, buffers, constants and device-resident units.
+    `pinned` are storages that never die (outputs that user code holds, gradients kept for an
+    update after backward); `static_bytes` counts inputs, buffers, constants and device-resident
+    units.
     """
 
     instructions: tuple[Instruction, ...]
@@ -465,7 +466,7 @@ class _Lowering:
                     reads=unit.gradients if copied else (),
                     tier=p.tier,
                     num_bytes=unit.gradient_bytes if moves and copied else 0,
-                    scratch_bytes=0 if moves or self._serial else unit.update_scratch_bytes,
+                    scratch_bytes=0 if moves or self._updates_late else unit.update_scratch_bytes,
                 )
             )
             if moves and copied:
@@ -505,12 +506,12 @@ class _Lowering:
                 )
 
     @property
-    def _serial(self) -> bool:
-        return self.plan.schedule == "serial"
+    def _updates_late(self) -> bool:
+        return self.plan.schedule in WAITING
 
     def _pinned(self) -> frozenset[str]:
         kept = {v.name for v in self.workload.values.values() if v.is_output}
-        if self._serial:
+        if self._updates_late:
             for unit in self.workload.units:
                 if self.plan.units[unit.name].tier == "device" and not unit.accumulator_bytes:
                     kept |= set(unit.gradients)

@@ -232,7 +232,10 @@ def report_text(compiled: CompiledModel) -> str:
     """What `model.report()` returns."""
     program = compiled.program()
     budget, moved = compiled.options.budget, compiled.counters
-    return render(plan_parts(program.workload, program.plan, budget, moved))
+    parts = plan_parts(program.workload, program.plan, budget, moved)
+    if compiled.refined is not None:
+        parts.append(f"refined: {compiled.refined.text()}")
+    return render(parts)
 
 
 def render(parts: Iterable[Any], *, width: int = 110) -> str:

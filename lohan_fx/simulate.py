@@ -31,7 +31,7 @@ from lohan_fx.footprint import (
     tiers_of,
 )
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import PIPELINED, Plan
+from lohan_fx.plan import LATE, PIPELINED, WAITING, Plan
 from lohan_fx.program import (
     Instruction,
     Program,
@@ -367,7 +367,7 @@ class _Updates:
         self._order: deque[Unit] = deque()
         self._reads: dict[str, Signal] = {}
         self._ends: list[Signal] = []
-        self._held: list[Unit] = []
+        self._held: list[tuple[Unit, Signal]] = []
         self._rank: dict[str, int] = {}
         self._fresh: dict[str, Signal] = {}
 
@@ -375,6 +375,8 @@ class _Updates:
         """Backward begins; it will emit the gradients of these units."""
         self.counts = counts
         self._rank = {u.name: -i for i, u in enumerate(order)}
+        if self.schedule == "deferred":
+            return
         self._order = deque(u for u in order if self.tiers[u.name] == "ssd")
         if self.schedule in PIPELINED and self._order:
             self._ends.append(self._worker.submit(self._first_reads()))
@@ -382,25 +384,40 @@ class _Updates:
     def emitted(self, unit: Unit, arrival: Signal) -> None:
         """A unit's gradients are on their way to the host, in a buffer of the ring unless the
         device wrote them directly."""
-        if self.schedule == "serial":
-            self._held.append(unit)
+        if self.schedule in WAITING:
             if unit.accumulator_bytes:
-                self._ends.append(self._worker.submit(self._add(unit, arrival)))
+                arrival = self._worker.submit(self._add(unit, arrival))
+                self._ends.append(arrival)
+            self._held.append((unit, arrival))
             return
+        self._start(unit, arrival)
+
+    def _start(self, unit: Unit, arrival: Signal) -> None:
+        """Update a unit when its gradients are there."""
 
         def job() -> Process:
             yield arrival
             yield from self._update(unit)
-            if not self.has_own_buffer(unit):
+            if self.schedule not in WAITING and not self.has_own_buffer(unit):
                 self.rings[self.tiers[unit.name]].release()
 
-        if self.schedule != "overlapped":
+        if self.schedule not in LATE:
             self._ends.append(self._worker.submit(job()))
             return
         self._fresh[unit.name] = Signal()
         on_ssd = self.tiers[unit.name] == "ssd"
         rank = None if on_ssd else self._rank[unit.name]
         self._ends.append(self._worker.submit(job(), rank=rank, ready=arrival))
+
+    def release(self) -> None:
+        """optimizer.step() with schedule "deferred": start all updates, as forward needs them."""
+        held = sorted(self._held, key=lambda each: self._rank[each[0].name])
+        self._held.clear()
+        self._order = deque(u for u, _ in held if self.tiers[u.name] == "ssd")
+        if self._order:
+            self._ends.append(self._worker.submit(self._first_reads()))
+        for unit, arrival in held:
+            self._start(unit, arrival)
 
     def has_own_buffer(self, unit: Unit) -> bool:
         return has_own_buffer(unit, self.tiers[unit.name], self.schedule, self.direct)
@@ -411,7 +428,7 @@ class _Updates:
 
     def join(self) -> Process:
         """optimizer.step(): wait for every update and every write."""
-        for unit in self._held:
+        for unit, _ in self._held:
             self._ends.append(self._worker.submit(self._update(unit)))
         yield from self._ends  # it grows while updates submit their writes
         self._ends.clear()
@@ -480,7 +497,7 @@ class _Updates:
         self._reads[unit.name] = self.transfers.read(unit.update_read_bytes, label)
 
     def _label(self, unit: Unit, kind: str) -> _Label:
-        phase: StepPhase = "optimizer" if self.schedule == "serial" else "backward"
+        phase: StepPhase = "optimizer" if self.schedule in WAITING else "backward"
         return _Label(unit.name, kind, phase, unit.block, counts=self.counts)
 
 
@@ -513,7 +530,7 @@ class _Step:
         self.time = 0.0
         self.done = False
         self.origin = 0.0
-        self.counts = plan.schedule != "overlapped"
+        self.counts = plan.schedule not in LATE
         self.forward_end = 0.0
         self.backward_end = 0.0
         self.starts: list[float] = []
@@ -577,9 +594,9 @@ class _Step:
     # -- the program ------------------------------------------------------------------------
 
     def _execute(self) -> Process:
-        """With schedule "overlapped" the second of two steps counts: it has the first one's
-        updates beside it, as every step but the first has."""
-        if self.plan.schedule == "overlapped":
+        """With schedules "overlapped" and "deferred" the second of two steps counts: it has the
+        first one's updates beside it, as every step but the first has."""
+        if self.plan.schedule in LATE:
             yield from self._once()
             self.origin = self.time
             self.counts = True
@@ -587,7 +604,7 @@ class _Step:
             for changes in self.slots.values():
                 changes.clear()
         yield from self._once()
-        if self.plan.schedule != "overlapped":
+        if self.plan.schedule not in LATE:
             yield from self._join()
         self.done = True
 
@@ -600,7 +617,7 @@ class _Step:
                 backward = True
                 yield self.time
                 self.forward_end = self.time
-                if self.plan.schedule == "overlapped":
+                if self.plan.schedule in LATE:
                     yield from self._stall_for(self.updates.join(), self._label(x, "join"))
                 self.updates.begin(self._emission_order(), counts=self.counts)
             self.starts.append(self.time)
@@ -618,6 +635,10 @@ class _Step:
         self.backward_end = self.time
         if not backward:
             self.forward_end = self.time
+        if self.plan.schedule == "deferred":
+            self._update_on_device("optimizer")
+            self.updates.release()
+            yield self.time
 
     def _emission_order(self) -> list[Unit]:
         by_name = self.workload.unit_by_name
@@ -700,7 +721,7 @@ class _Step:
         unit = self.workload.unit_by_name[x.name]
         if x.tier == "device":
             self._held.append(unit)
-            if self.plan.schedule != "serial":
+            if self.plan.schedule not in WAITING:
                 self._update_on_device("backward")
             return
         if x.name in self.updates.direct:

@@ -12,22 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-import lohan_fx
 from lohan_fx.api import LohanModule
 from lohan_fx.errors import LohanError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.runtime.arena import Arena
 from lohan_fx.runtime.updates import Updater
+from tests import loops
+from tests.loops import TIERS, InjectedError, sometimes
 from tests.models import MLP, loss_of, make
 from tests.training import (
-    Squeezed,
     cpu_hardware,
     identical,
     one_thread,
     remember_captures,
     training_of,
 )
-
-TIERS = ("device", "host", "ssd")
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, dict[str, Any]], list[Tensor]]
 
@@ -46,10 +45,7 @@ def single() -> Iterator[None]:
 def compiled(
     model: nn.Module, optimizer: torch.optim.Optimizer, hw: HardwareProfile, **options: Any
 ) -> LohanModule:
-    options = {"strategy": Squeezed("swap-all"), "gradients": "kept", **options}
-    made = lohan_fx.compile(model, hw=hw, optimizer=optimizer, **options)
-    assert isinstance(made, LohanModule)
-    return made
+    return loops.compiled(model, optimizer, hw, **{"gradients": "kept", **options})
 
 
 def check(
@@ -207,20 +203,6 @@ def test_a_closure(states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyP
     check("mlp", loop, hw, monkeypatch, states=states)
 
 
-class Sometimes(nn.Module):
-    """A layer that only some batches use, and one that none does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-        self.extra, self.never = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, extra: bool) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return (self.extra(x) if extra else x).square().mean()
-
-
 @pytest.mark.parametrize("states", TIERS)
 def test_parameters_without_a_gradient(states: str, hw: HardwareProfile) -> None:
     """They are left alone, also by weight decay; a sum may come from one backward only."""
@@ -240,13 +222,7 @@ def test_parameters_without_a_gradient(states: str, hw: HardwareProfile) -> None
             optimizer.zero_grad()
         return noted
 
-    def sides() -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
-        for _ in range(2):
-            torch.manual_seed(0)
-            model = Sometimes()
-            yield model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
-
-    (plain, its), (model, optimizer) = sides()
+    (plain, its), (model, optimizer) = sometimes()
     wanted = loop(plain, its)
     made = compiled(model, optimizer, hw, states=states)
     assert all(map(identical, loop(made, optimizer), wanted))
@@ -361,14 +337,10 @@ def test_grad_scaler(states: str, fused: bool | None, hw: HardwareProfile) -> No
 def test_schedules_that_update_in_backward(schedule: str, hw: HardwareProfile) -> None:
     model, _ = make("mlp")
     optimizer = training_of("adam", model).optimizer
-    with pytest.raises(LohanError, match=f"{schedule}.*gradients='kept'.*schedule='serial'"):
+    with pytest.raises(LohanError, match=f"{schedule}.*gradients='kept'.*schedule='deferred'"):
         compiled(model, optimizer, hw, schedule=schedule)
     with pytest.raises(LohanError, match="use 'consumed' or 'kept'"):
         compiled(model, optimizer, hw, gradients="lost")
-
-
-class InjectedError(Exception):
-    pass
 
 
 @pytest.mark.parametrize("states", TIERS)
@@ -423,3 +395,42 @@ def test_the_gradient_counts_in_every_tier(hw: HardwareProfile) -> None:
             made.lohan.close()
             assert accumulators == (0 if kept == "consumed" else sizes["consumed", states] // 2)
             assert sizes[kept, states] == sizes["consumed", states] + accumulators
+
+
+@pytest.mark.parametrize("options", [{"gradients": "kept"}, {"accumulate": 2}])
+def test_units_that_move_take_their_gradients_along(
+    options: dict[str, Any], hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a refined plan moves them, here in the middle of a sum."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> list[Tensor]:
+        noted = []
+        for step in range(2):
+            for k in range(2):
+                torch.manual_seed(10 * step + k)
+                loss = loss_of("mlp", model(**inputs))
+                loss.backward()
+                noted.append(loss.detach())
+                if k == 0 and isinstance(model, LohanModule):
+                    move(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return noted
+
+    def move(model: LohanModule, step: int) -> None:
+        memory = model.lohan.memory
+        assert memory is not None
+        model.lohan.sync()
+        for states in memory.states.units:
+            arena = Arena(states.num_bytes, pin=False) if step == 0 else None
+            if arena is not None:
+                memory.moved.append(arena)
+            memory.states.move(states, arena)
+        memory.buffers = {}
+        ((key, program),) = model.lohan.programs.items()
+        workload = program.workload
+        plan = model.lohan._plan_for(workload)
+        model.lohan.programs[key] = model.lohan._build(program.executor.captured, workload, plan)
+
+    options = {"gradients": "consumed", "states": "device", "schedule": "serial", **options}
+    check("mlp", loop, hw, None, **options)

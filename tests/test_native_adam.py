@@ -617,3 +617,28 @@ def test_processes_that_build_at_once(tmp_path: Path) -> None:
         out, err = child.communicate(timeout=120)
         assert (child.returncode, out, err) == (0, "True\n", "")
     assert len(list((tmp_path / "lohan_fx").iterdir())) == 1
+
+
+# -- sums ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [0, 1, 1000, 2**15, 2**16 + 7])
+def test_sums_are_torchs(size: int, dtype: torch.dtype) -> None:
+    kernel = adam.kernel()
+    assert kernel is not None
+    torch.manual_seed(0)
+    total, gradient = torch.randn(size), torch.randn(size).to(dtype)
+    wanted = total + gradient.float()
+    assert kernel.add(total, gradient)
+    assert torch.equal(total, wanted)
+
+
+def test_sums_that_the_kernel_leaves_to_torch() -> None:
+    kernel = adam.kernel()
+    assert kernel is not None
+    for dtype in (torch.float64, torch.bfloat16):
+        total = torch.ones(4, dtype=dtype)
+        assert not kernel.add(total, torch.ones(4, dtype=dtype))
+        assert torch.equal(total, torch.ones(4, dtype=dtype))
+    assert not kernel.add(torch.ones(4), torch.ones(4, dtype=torch.float64))

@@ -21,6 +21,7 @@ from lohan_fx.plan import Action, Plan
 from lohan_fx.planners import Choices, PlannerOptions, make_plan
 from lohan_fx.planners.schedule import draft
 from lohan_fx.planners.tiers import unit_tiers
+from lohan_fx.runtime.guards import ConsumedGradient
 from lohan_fx.workload import Workload
 from tests.models import loss_of, make
 from tests.workloads import small_hardware
@@ -79,7 +80,8 @@ def step(
         if value.grad is not None:
             tensors[f"{key}.grad"] = value.grad
             value.grad = None
-    tensors.update({f"{k}.grad": p.grad for k, p in model.named_parameters() if p.grad is not None})
+    given = {f"{k}.grad": p.grad for k, p in model.named_parameters() if p.grad is not None}
+    tensors.update({k: g for k, g in given.items() if not isinstance(g, ConsumedGradient)})
     finish()
     tensors.update(model.named_parameters())
     tensors.update(model.named_buffers())

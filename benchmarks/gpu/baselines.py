@@ -6,12 +6,19 @@ Each baseline is made once and is then a training step: (ids, targets) → loss.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed
 from gpt import Block, Gpt, PlainMixed, Shape
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -72,14 +79,90 @@ def plain(shape: Shape, *, recompute: bool, compiled: bool = True, whole: bool =
     return optimize(model)
 
 
-def plain_mixed(shape: Shape, *, recompute: bool = False, compiled: bool = True) -> Step:
+def plain_mixed(
+    shape: Shape, *, recompute: bool = False, compiled: bool = True, whole: bool = False
+) -> Step:
     """Everything on the GPU; bfloat16 compute, float32 masters and AdamW states."""
     made = PlainMixed(build(shape), lr=1e-4)
     if recompute:
         recompute_blocks(made.model)
-    if compiled:
+    if whole:
+        made.model.compile(dynamic=False)
+    elif compiled:
         compile_blocks(made.model)
     return partial(made.step, made.model)
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """A process group of this process alone, for systems that need one."""
+    with tempfile.TemporaryDirectory() as directory:
+        torch.distributed.init_process_group(
+            "nccl", init_method=f"file://{directory}/group", rank=0, world_size=1
+        )
+        try:
+            yield
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def fsdp_offload(shape: Shape) -> Step:
+    """FSDP2 with CPU offload on one GPU: parameters, gradients and AdamW in host memory."""
+    stack = ExitStack()
+    stack.enter_context(_one_process())
+    model = build(shape).cpu()
+    free()
+    recompute_blocks(model)
+    settings: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=True),
+    }
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+    step = optimize(model)
+    weakref.finalize(model, stack.close)
+    return step
+
+
+def deepspeed_zero3(shape: Shape) -> Step:
+    """DeepSpeed ZeRO-3 with parameters and optimizer in host memory (its CPU Adam), bfloat16.
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
+    """
+    import deepspeed
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29511")
+    deepspeed.init_distributed("nccl")
+    host = {"device": "cpu", "pin_memory": True}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "offload_optimizer": host,
+            "offload_param": host,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "steps_per_print": 10**9,
+    }
+    model = build(shape).to(torch.bfloat16)
+    recompute_blocks(model)
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config, model_parameters=model.parameters()
+    )
+
+    def step(ids: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = engine(ids, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
 
 
 def saved_on_cpu(shape: Shape) -> Step:

@@ -67,7 +67,7 @@ def main() -> None:
         budget = int(plain_peak * options.fraction)
         for strategy in options.strategies.split(","):
             memory = {"device": budget}
-            with ours(shape, weights, hw, strategy=strategy, memory=memory) as run:
+            with ours(shape, weights, hw, strategy=strategy, memory=memory, refine=False) as run:
                 start = time.perf_counter()
                 program = run.lohan.prepare(*data[0])
                 start_s = time.perf_counter() - start

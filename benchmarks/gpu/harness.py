@@ -59,7 +59,8 @@ def timed(step: Callable[[Tensor, Tensor], Tensor], data: Sequence[Batch]) -> Ti
 
 
 class Ours:
-    """A GPT compiled by lohan_fx, with AdamW, and its training step."""
+    """A GPT compiled by lohan_fx, with AdamW, and its training step. Empties `weights`: whoever
+    holds them would hold a second model in host memory."""
 
     def __init__(
         self, shape: Shape, weights: dict[str, Tensor], hw: HardwareProfile, **options: Any
@@ -68,6 +69,7 @@ class Ours:
             model = Gpt(shape)
         model.to_empty(device="cpu")
         model.load_state_dict(weights)
+        weights.clear()
         start = time.perf_counter()
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.model = lohan_fx.compile(model, hw=hw, optimizer=self.optimizer, **options)

@@ -117,7 +117,9 @@ def main() -> None:
             for strategy in options.strategies.split(","):
                 name = f"{strategy} in {budget}"
                 memory = {"device": budget}
-                with ours(shape, weights, hw, strategy=strategy, memory=memory) as run:
+                with ours(
+                    shape, weights, hw, strategy=strategy, memory=memory, refine=False
+                ) as run:
                     try:
                         run.lohan.prepare(*data[0])
                     except InsufficientMemoryError as error:

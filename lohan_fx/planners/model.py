@@ -23,7 +23,7 @@ import numpy as np
 
 from lohan_fx.footprint import align, has_own_buffer, host_breakdown, unit_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import Schedule, Tier
+from lohan_fx.plan import WAITING, Schedule, Tier
 from lohan_fx.planners.recompute_cost import layers_of
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.planners.schedule import UnitMode, must_save, tiny_residuals
@@ -343,7 +343,7 @@ class Model:
 
     def _scratch_at(self, unit: str, op: int) -> int:
         """What a unit's update on the device needs at an op; it runs right after the emission."""
-        if self.schedule == "serial" or self._emits.get(unit) != op:
+        if self.schedule in WAITING or self._emits.get(unit) != op:
             return 0
         return self.workload.unit_by_name[unit].update_scratch_bytes
 
@@ -356,7 +356,7 @@ class Model:
         unit = self.workload.unit_by_name[member]
         if option == "device":
             held = unit.compute_bytes + unit.state_bytes
-            waits = self.schedule == "serial" and not unit.accumulator_bytes
+            waits = self.schedule in WAITING and not unit.accumulator_bytes
             if waits and op > self._emits.get(member, op):
                 held += sum(self.workload.values[g].num_bytes for g in set(unit.gradients))
             return float(held)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import Schedule
+from lohan_fx.plan import LATE, WAITING, Schedule
 from lohan_fx.planners.simplex import Floats
 from lohan_fx.planners.structure import Windows
 from lohan_fx.program import direct_read_bytes
@@ -114,7 +114,8 @@ class TimeRows:
         self.gradient = trained * [float(u.gradient_bytes) for u in units]
         self.state_read = trained * [float(u.update_read_bytes) for u in units]
         self.state_write = trained * [float(u.update_write_bytes) for u in units]
-        self.update_s = (2 * self.state_write + self.gradient) * self.rate.device
+        updated = trained * [float(u.device_update_bytes) for u in units]
+        self.update_s = updated * self.rate.device
         self.direct = self._direct_bytes()
 
     def __iter__(self) -> Iterator[Row]:
@@ -209,7 +210,7 @@ class TimeRows:
     @property
     def _updates(self) -> Floats:
         """Seconds of updates on the device that are part of backward."""
-        return self.update_s if self.schedule != "serial" else np.zeros_like(self.update_s)
+        return self.update_s if self.schedule not in WAITING else np.zeros_like(self.update_s)
 
     def _backward_loads(self) -> Iterator[Row]:
         n, end, rate = self.turn, self.end, self.rate
@@ -262,7 +263,7 @@ class TimeRows:
             late = (self.emit >= c).astype(np.float64)
             earlier = {"device": np.where(self.emit < c, self._updates, 0.0)}
             grads = self._moved(late * self.gradient * rate.d2h)
-            if self.schedule == "overlapped":  # the next forward may hide all of this
+            if self.schedule in LATE:  # the next forward may hide all of this
                 continue
             yield Row(
                 resource="d2h",
@@ -287,6 +288,9 @@ class TimeRows:
         if self.schedule == "overlapped":
             chain = self._moved(self.params * rate.cpu)
             yield Row(resource="cpu", stages=STEP, base=0.0, residual={}, unit=chain)
+        if self.schedule == "deferred":  # between two backwards: here the first stage has all of it
+            chain = self._moved(self.params * rate.cpu)
+            yield Row(resource="cpu", stages=FORWARD, base=0.0, residual={}, unit=chain)
         if self.schedule == "serial":
             cpu = self.params * rate.cpu
             chain = self._moved(cpu)
@@ -294,6 +298,7 @@ class TimeRows:
                 cpu + self.state_read * rate.read + self.state_write * rate.write
             )
             yield Row(resource="cpu", stages=OPTIMIZER, base=0.0, residual={}, unit=chain)
+        if self.schedule in WAITING:
             chain = {"device": self.update_s}
             yield Row(resource="gpu", stages=OPTIMIZER, base=0.0, residual={}, unit=chain)
 
@@ -304,7 +309,10 @@ class TimeRows:
         states = self.state_read * rate.read + self.state_write * rate.write
         back = {o: x + states for o, x in self._ssd_fetches(n, end).items()}
         every = {o: x + states for o, x in self._ssd_fetches(0, end).items()}
-        if self.schedule != "overlapped":
+        if self.schedule == "deferred":
+            ahead = {o: x + states for o, x in self._ssd_fetches(0, max(0, n - 1)).items()}
+            yield Row(resource="ssd", stages=FORWARD, base=0.0, residual={}, unit=ahead)
+        if self.schedule not in LATE:
             yield Row(
                 resource="ssd",
                 stages=TO_END,

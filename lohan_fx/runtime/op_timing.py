@@ -7,6 +7,7 @@ between nodes. What a recompute region runs is not counted; its ops were timed i
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,10 +29,7 @@ class OpTimer:
 
     def run(self, half: fx.GraphModule, arguments: list[Any]) -> Any:
         """What ``half(arguments)`` returns, with every node timed."""
-        runner = _Runner(half, self)
-        given = list(arguments)
-        arguments.clear()
-        return runner.run(*given, enable_io_processing=False)
+        return _Runner(half, self, arguments).run(enable_io_processing=False)
 
     def stamp(self) -> Any:
         if not self._cuda:
@@ -55,9 +53,17 @@ class OpTimer:
 
 
 class _Runner(fx.Interpreter):
-    def __init__(self, half: fx.GraphModule, timer: OpTimer) -> None:
+    """Takes `arguments` out of the caller's list one by one: `fx.Interpreter.run` would hold those
+    that it is given to its end, and with them all saved activations."""
+
+    def __init__(self, half: fx.GraphModule, timer: OpTimer, arguments: list[Any]) -> None:
         super().__init__(half, garbage_collect_values=True)
         self._timer = timer
+        self._arguments = deque(arguments)
+        arguments.clear()
+
+    def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._arguments.popleft()
 
     def run_node(self, n: fx.Node) -> Any:
         timed = n.op == "call_function" and n.meta.get("lohan") is None and not is_getitem(n)

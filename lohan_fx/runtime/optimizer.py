@@ -11,6 +11,7 @@ No storage, no threads: the caller owns all buffers and may pass other addresses
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,27 @@ therefore has no state. Plain data, fit for JSON; float32 and float64 values sur
 
 Hyperparameters = tuple[dict[str, Any], ...]
 """Per parameter group of the user's optimizer: its entries without the parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """What happens to gradients before they are used, in the masters' dtype.
+
+    Attributes:
+        factor: every element is multiplied by it: a scalar tensor on the CPU, or None.
+        limit: every element is brought into [-limit, limit]; None: it is not.
+    """
+
+    factor: Tensor | None = None
+    limit: float | None = None
+
+    def apply(self, gradient: Tensor) -> None:
+        """Change a gradient in place, as torch.nn.utils would."""
+        if self.factor is not None:
+            gradient.mul_(self.factor.to(gradient.device))
+        if self.limit is not None:
+            gradient.clamp_(-self.limit, self.limit)
+
 
 SUPPORTED: tuple[type[Optimizer], ...] = (
     AdamW,
@@ -464,6 +486,7 @@ class UnitOptimizer:
         state: Sequence[Mapping[str, Tensor]],
         *,
         hyperparameters: Hyperparameters | None = None,
+        clip: Clip | None = None,
     ) -> None:
         """Update `masters` and `state` in place from `grads`.
 
@@ -475,6 +498,7 @@ class UnitOptimizer:
                 order of the master; more may be there. What they hold before the first update of
                 a parameter does not matter.
             hyperparameters: from `snapshot_hyperparameters`; None: the user's groups as they are.
+            clip: what to do to gradients first.
 
         Nothing has changed after an error of these; should the arithmetic itself fail (out of
         memory), views may be half updated while scalar state is that of the step before.
@@ -486,7 +510,7 @@ class UnitOptimizer:
             UnsupportedOptimizerError: a gradient is sparse, or a group became one that
                 `check_supported` refuses.
         """
-        self._update(masters, grads, state, None, None, hyperparameters)
+        self._update(masters, grads, state, None, None, hyperparameters, clip)
 
     @torch.no_grad()
     def step_mixed(
@@ -498,11 +522,12 @@ class UnitOptimizer:
         *,
         scratch: Tensor | None = None,
         hyperparameters: Hyperparameters | None = None,
+        clip: Clip | None = None,
     ) -> None:
         """`step` for masters with compute copies: cast, update and write, chunk by chunk.
 
         Args:
-            masters, state, hyperparameters: as for `step`.
+            masters, state, hyperparameters, clip: as for `step`.
             grads: as for `step`, but of any floating dtype (bfloat16 for float32 masters); those
                 of another dtype than their master are not overwritten.
             compute: shape of the master, any floating dtype; gets the rounded master, also where
@@ -513,7 +538,7 @@ class UnitOptimizer:
         Raises:
             ValueError, StepError, UnsupportedOptimizerError: as `step`.
         """
-        self._update(masters, grads, state, compute, scratch, hyperparameters)
+        self._update(masters, grads, state, compute, scratch, hyperparameters, clip)
         for master, grad, copy in zip(masters, grads, compute, strict=True):
             if copy is not None and grad is None:
                 copy.copy_(master)
@@ -603,7 +628,9 @@ class UnitOptimizer:
         compute: Sequence[Tensor | None] | None,
         scratch: Tensor | None,
         hyperparameters: Hyperparameters | None,
+        clip: Clip | None,
     ) -> None:
+        clip = clip or Clip()
         copies = (None,) * len(self._params) if compute is None else compute
         if not len(self._params) == len(masters) == len(grads) == len(state) == len(copies):
             raise ValueError(
@@ -615,7 +642,7 @@ class UnitOptimizer:
         self._find_groups()
         settings = self._settings(hyperparameters, masters[0].device)
         mixed = compute is not None
-        if self._update_natively(masters, grads, state, copies, settings, mixed=mixed):
+        if self._update_natively(masters, grads, state, copies, settings, clip, mixed=mixed):
             return
         limit = self._limit(masters[0], sum(m.numel() for m in masters), scratch)
         pieces: list[_Piece] = []
@@ -636,7 +663,7 @@ class UnitOptimizer:
                 raise _misfit(f"gradient {i}", grad, master)
             pieces += self._pieces(i, master.detach(), grad, copy, state[i], limit)
         for batch in _batches(pieces, limit):
-            self._run(batch, settings, scratch)
+            self._run(batch, settings, scratch, clip)
         for piece in reversed(pieces):  # all pieces of a parameter end with the same scalars
             if piece.entry:
                 names = self._planned[piece.index].tensors
@@ -651,6 +678,7 @@ class UnitOptimizer:
         state: Sequence[Mapping[str, Tensor]],
         copies: Sequence[Tensor | None],
         settings: Mapping[int, Mapping[str, Any]],
+        clip: Clip,
         *,
         mixed: bool,
     ) -> bool:
@@ -705,6 +733,8 @@ class UnitOptimizer:
                     step=float(steps.get(i, 1.0)),
                     decoupled=_decouples(self._optimizer, values),
                     maximize=bool(values["maximize"]),
+                    factor=1.0 if clip.factor is None else float(clip.factor),
+                    limit=math.inf if clip.limit is None else clip.limit,
                 )
             except KeyError:
                 return False
@@ -782,8 +812,10 @@ class UnitOptimizer:
         batch: Sequence[_Piece],
         settings: Mapping[int, Mapping[str, Any]],
         scratch: Tensor | None,
+        clip: Clip,
     ) -> None:
-        """Update one batch: cast gradients, step, bring home new state, write compute copies."""
+        """Update one batch: cast and clip gradients, step, bring home new state, write compute
+        copies."""
         groups: dict[int, dict[str, Any]] = {}
         used = 0
         for piece in batch:
@@ -796,6 +828,7 @@ class UnitOptimizer:
                 else:
                     grad = torch.empty_like(master)
                 grad.copy_(piece.grad)
+            clip.apply(grad)
             master.grad = grad
             if piece.group not in groups:
                 groups[piece.group] = {**settings[piece.group], "params": []}

@@ -8,7 +8,7 @@ device memory, in the host slab, or in a mapping of the SSD file; so does ``.gra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,6 +22,7 @@ from lohan_fx.footprint import PAGE_BYTES, align
 from lohan_fx.plan import Tier
 from lohan_fx.runtime._memory import forget_pages, tensor_over
 from lohan_fx.runtime.arena import Arena, Region
+from lohan_fx.runtime.guards import ConsumedGradient, LentGradient
 from lohan_fx.runtime.optimizer import UnitOptimizer, pull_initial_state, release_state
 from lohan_fx.runtime.ssd import StripedFile
 from lohan_fx.workload import Unit
@@ -96,7 +97,9 @@ class UnitStates:
     `visible` are the flats whose views the user's parameters are (None: the parameters keep
     memory of their own, as frozen parameters do whose dtype is not the compute dtype).
     `sums` says of each parameter whether the unit's gradient flat holds a gradient of it; `grads`
-    are views of that flat, for users, once there was need of them.
+    are views of that flat, for users, once there was need of them; `lent` and `guards` what else
+    stands in ``.grad`` (`runtime.guards`). `positions` are the parameters' in model.parameters().
+    `home` is the slab of a host unit, and its offset there.
     """
 
     index: int
@@ -106,14 +109,18 @@ class UnitStates:
     mixed: bool
     moment_names: tuple[str, ...]
     parameters: list[nn.Parameter]
+    positions: list[int]
     optimizer: UnitOptimizer | None = None
     flats: Flats | None = None
     offset: int = -1
     visible: Tensor | None = None
     direct: Tensor | None = None
+    home: tuple[Arena, int] | None = None
     versions: list[int] = field(default_factory=list)
     sums: list[bool] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
+    lent: list[LentGradient] = field(default_factory=list)
+    guards: list[ConsumedGradient] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -211,6 +218,7 @@ class ModelStates:
         self.file = file
         self._mapping = file.map() if file is not None else None
         by_name = dict(model.named_parameters())
+        places = {name: i for i, name in enumerate(by_name)}
         self.units: list[UnitStates] = []
         host_offset = region.offset if region is not None else 0
         ssd_offset = 0
@@ -224,6 +232,7 @@ class ModelStates:
                 mixed=layout.trains and state_layout.compute_dtype is not None,
                 moment_names=(),
                 parameters=parameters,
+                positions=[places[s.name] for s in layout.slices],
                 sums=[False] * len(parameters),
             )
             if layout.trains and optimizer is not None:
@@ -237,6 +246,7 @@ class ModelStates:
                 assert arena is not None
                 buffer = arena.view(host_offset, states.num_bytes)
                 arena.register(host_offset, states.num_bytes)
+                states.home = (arena, host_offset)
                 host_offset += states.num_bytes
             else:
                 assert self._mapping is not None
@@ -315,6 +325,48 @@ class ModelStates:
             for p, v in zip(states.parameters, views, strict=True)
         )
 
+    def move(self, states: UnitStates, arena: Arena | None) -> None:
+        """Move a unit between device and host, between two steps: to `arena`, or the device.
+
+        The parameters become views of where it is then. If there is no room, nothing has changed.
+        """
+        if arena is None:
+            buffer = torch.zeros(states.num_bytes, dtype=torch.uint8, device=self.device)
+        else:
+            buffer = arena.view(0, states.num_bytes)
+            arena.register(0, states.num_bytes)
+        old, flats = states.flats, states.carve(buffer)
+        assert old is not None
+        flats.compute.copy_(old.compute)
+        if flats.master is not flats.compute:
+            flats.master.copy_(old.master)
+        for name, flat in flats.moments.items():
+            flat.copy_(old.moments[name])
+        given = [p.grad for p in states.parameters]
+        owned = [g is not None and self.owns(states, i, g) for i, g in enumerate(given)]
+        if flats.gradient is not None and old.gradient is not None:
+            flats.gradient.copy_(old.gradient)
+            states.grads, states.lent = [], []
+        for p in states.parameters:
+            p.grad = None  # it may have to be on another device
+        if states.visible is not None:
+            states.visible = flats.compute if states.visible is old.compute else flats.master
+        states.flats, states.direct = flats, None
+        states.tier = "device" if arena is None else "host"
+        self._expose(states)
+        for i, (p, gradient) in enumerate(zip(states.parameters, given, strict=True)):
+            if owned[i]:
+                p.grad = self._grads(states)[i]
+            elif isinstance(gradient, ConsumedGradient):
+                states.guards[i] = ConsumedGradient.of(p)
+                states.guards[i].zeroed = gradient.zeroed
+                p.grad = states.guards[i]
+            elif gradient is not None:
+                p.grad = gradient.to(p.device)
+        if states.home is not None:
+            states.home[0].release(*states.home[1:], states.num_bytes)
+        states.home = None if arena is None else (arena, 0)
+
     def flush(self) -> None:
         """Make writes through the SSD mapping visible to direct reads of the file."""
         if self.file is not None:
@@ -346,9 +398,9 @@ class ModelStates:
         if on_ssd:
             self.flush()
 
-    def show_gradients(self, indices: Iterable[int]) -> None:
+    def show_gradients(self, emitted: Iterable[tuple[int, Sequence[bool]]]) -> None:
         """Make the ``.grad`` of parameters of these units, where there is a sum, views of it."""
-        for index in indices:
+        for index, _ in emitted:
             states = self.units[index]
             views = self._grads(states)
             for p, view, has in zip(states.parameters, views, states.sums, strict=True):
@@ -357,8 +409,27 @@ class ModelStates:
 
     @staticmethod
     def owns(states: UnitStates, i: int, gradient: Tensor) -> bool:
-        """Whether this ``.grad`` of parameter `i` is the view that `show_gradients` set."""
-        return bool(states.grads) and gradient is states.grads[i]
+        """Whether this ``.grad`` of parameter `i` is the unit's own."""
+        owned = (states.grads, states.lent)
+        return any(bool(tensors) and gradient is tensors[i] for tensors in owned)
+
+    def lend_gradients(self, wait: Callable[[], Callable[[], None] | None]) -> None:
+        """Let whoever uses a ``.grad`` call `wait` (a weak method) first."""
+
+        def call() -> None:
+            method = wait()
+            if method is not None:
+                method()
+
+        for states in self.trained:
+            if not states.grads:
+                continue
+            if not states.lent:
+                states.lent = [LentGradient.of(g) for g in states.grads]
+            for i, p in enumerate(states.parameters):
+                if p.grad is not None and self.owns(states, i, p.grad):
+                    states.lent[i].wait = call
+                    p.grad = states.lent[i]
 
     @staticmethod
     def _grads(states: UnitStates) -> list[Tensor]:
@@ -371,6 +442,50 @@ class ModelStates:
                 if p.dtype != states.layout.dtype:
                     p.grad_dtype = states.layout.dtype
         return states.grads
+
+    # -- gradients that are consumed ------------------------------------------------------------
+
+    def drop_zeroed(self) -> bool:
+        """Forget sums of parameters whose ``.grad`` was reset; says whether any is left.
+
+        Raises:
+            StepError: a parameter has a ``.grad`` of the user's own.
+        """
+        for states in self.trained:
+            for i, p in enumerate(states.parameters):
+                given = p.grad
+                if given is None:
+                    states.sums[i] = False
+                elif not isinstance(given, ConsumedGradient):
+                    raise StepError(
+                        f"parameter {states.layout.slices[i].name} has a .grad that this backward "
+                        "would have to add to, but gradients are consumed while it runs: call "
+                        "optimizer.zero_grad() before, or compile with gradients='kept'"
+                    )
+                elif given.zeroed:
+                    states.sums[i] = False
+        return any(any(states.sums) for states in self.trained)
+
+    def mark_consumed(self, emitted: Iterable[tuple[int, Sequence[bool]]]) -> None:
+        """Put guards where plain PyTorch would have gradients."""
+        for index, has in emitted:
+            states = self.units[index]
+            if not states.guards:
+                states.guards = [ConsumedGradient.of(p) for p in states.parameters]
+            for i, p in enumerate(states.parameters):
+                if has[i]:
+                    if not states.guards[i].fits(p):
+                        states.guards[i] = ConsumedGradient.of(p)
+                    states.guards[i].zeroed = False
+                    p.grad = states.guards[i]
+
+    def forget_sums(self) -> None:
+        """Leave no sum, and no guard."""
+        for states in self.trained:
+            states.sums = [False] * len(states.sums)
+            for p in states.parameters:
+                if isinstance(p.grad, ConsumedGradient):
+                    p.grad = None
 
     # -- states ---------------------------------------------------------------------------------
 

@@ -10,15 +10,18 @@ Schedules (LoHan §IV-C, Fig. 3):
   overlapped optimized, and `optimizer.step()` does not wait: what backward leaves over runs beside
              the next forward, the unit that it needs first before others. A unit is fetched when
              it has been updated, so the step is the same. (§IV-C stops at the end of backward.)
+  deferred   overlapped, but no update begins before `optimizer.step()`: by then all gradients are
+             known, so that they can be clipped by their norm, or the step be skipped.
 
 Where gradients add up (`Accumulation`), those of a backward that does not end the step are added to
-what the unit has, on arrival; those of the last one are, and the unit is updated by the schedule.
+what the unit has, on arrival; so are those of the last, and the unit is updated by the schedule.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -29,16 +32,19 @@ import torch
 from torch import Tensor
 
 from lohan_fx.footprint import PAGE_BYTES
-from lohan_fx.plan import PIPELINED, Schedule
+from lohan_fx.plan import LATE, PIPELINED, WAITING, Schedule
 from lohan_fx.runtime.arena import BufferRing
+from lohan_fx.runtime.clipping import Clipping, Norms
 from lohan_fx.runtime.lanes import Lanes, RankedLane, Ticket
-from lohan_fx.runtime.optimizer import Hyperparameters, snapshot_hyperparameters
+from lohan_fx.runtime.native import adam
+from lohan_fx.runtime.optimizer import Clip, Hyperparameters, snapshot_hyperparameters
 from lohan_fx.runtime.recording import Label
 from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, on_device, views_of
 from lohan_fx.timeline import Lane as Lane_
 
 _CHUNK = 2**16
-"""Elements that are cast at a time where a sum has another dtype than what is added to it."""
+"""Elements that torch casts at a time where a sum has another dtype than what is added to it (at
+least: a thread gets no fewer than 2**15)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,14 +54,27 @@ class Accumulation:
     Attributes:
         kept: gradients are the user's, as in plain PyTorch: every backward adds to them, and
             optimizer.step() reads them.
+        limit: so many backwards make a step (the user's optimizer.step() may end it before);
+            None: every backward is the last one that is not `more`.
+        more: the user says that the backwards that run now are not the last.
+        count: backwards of this step so far, without the last.
     """
 
     kept: bool = False
+    limit: int | None = 1
+    more: bool = False
+    count: int = 0
 
     @property
     def adds(self) -> bool:
         """Whether units have a flat in which gradients add up."""
-        return self.kept
+        return self.kept or self.limit != 1
+
+    def ends(self) -> bool:
+        """Whether the backward that begins is the step's last."""
+        if self.kept:
+            return False
+        return not self.more if self.limit is None else self.count + 1 >= self.limit
 
 
 @dataclass(slots=True)
@@ -81,12 +100,14 @@ class Updater:
         optimizer: the user's; hyperparameters are read when backward begins, or in
             `optimizer.step()` if nothing is updated before.
         accumulation: which backwards end a step.
+        clipping: what happens to whole gradients before they are used.
         gradient_rings: unit tier → ring of host buffers that receive gradients in turn.
         gradient_buffers: unit index → buffer of its own ("serial", and direct gradients).
         state_ring: host buffers for units on SSD.
 
     Attributes:
-        pending: backward has begun a step that `finish` has not ended.
+        pending: the last backward of a step has begun, and `finish` has not ended the step; or
+            another one runs.
         behind: `finish` has ended a step whose updates may still run; `join` has not run since.
         torn: units that were updated by a step that then failed.
     """
@@ -98,6 +119,7 @@ class Updater:
         schedule: Schedule,
         optimizer: torch.optim.Optimizer,
         accumulation: Accumulation,
+        clipping: Clipping,
         *,
         gradient_rings: dict[str, BufferRing],
         gradient_buffers: dict[int, Tensor],
@@ -108,6 +130,12 @@ class Updater:
         self.behind = False
         self.torn: tuple[str, ...] = ()
         self._accumulation = accumulation
+        self._clipping = clipping
+        self._norms = Norms()
+        self._clip: Clip | None = None
+        self._had: frozenset[int] = frozenset()  # units with sums when backward began
+        self._reads_sums = False  # what is read ahead: the sums, or all states
+        self._last = False  # the backward that runs, or ran last, ends a step
         self._begun: list[str] = []
         self._stopped = False
         self._states = states
@@ -126,7 +154,7 @@ class Updater:
         self._arrivals: dict[int, Ticket] = {}
         self._jobs: list[Ticket] = []
         self._held: list[_Given] = []
-        self._emitted: list[int] = []
+        self._emitted: list[tuple[int, list[bool]]] = []
         self._written: dict[int, dict[int, Tensor]] = {}
         self._lock = threading.Lock()
         self._hyperparameters: Hyperparameters = ()
@@ -138,29 +166,42 @@ class Updater:
 
         Raises:
             the first error of an update of the step before.
+            StepError: a parameter has a ``.grad`` that is not of this model's making.
         """
         self.join()
         self._rank = {index: -i for i, index in enumerate(order)}  # last out is needed first
+        accumulation = self._accumulation
+        if accumulation.kept:
+            self._states.take_gradients()
+        elif not self._states.drop_zeroed():
+            accumulation.count = 0
         self.pending = True
         self._stopped = False
-        if self._accumulation.kept:
-            self._states.take_gradients()
-        if not self._updates_on_arrival:
-            return
-        self._hyperparameters = snapshot_hyperparameters(self._optimizer)
-        on_ssd = [self._states.units[i] for i in order if self._states.units[i].tier == "ssd"]
-        self._order = deque(on_ssd)
-        if self.schedule in PIPELINED and on_ssd:
-            self._read_ahead()
+        self._last = accumulation.ends()
+        self._had = frozenset(s.index for s in self._states.trained if any(s.sums))
+        self._norms.clear()
+        self._reads_sums = self._adds_up
+        if self._updates_now:
+            self._clip = self._clipping.by_value()
+            self._hyperparameters = snapshot_hyperparameters(self._optimizer)
+        if self._updates_now or self._adds_up:
+            self._begin_reading([self._states.units[i] for i in order])
 
     @property
-    def _updates_on_arrival(self) -> bool:
-        return self.schedule != "serial" and not self._accumulation.kept
+    def _updates_now(self) -> bool:
+        """Whether units are updated when their gradients arrive."""
+        return self._last and self.schedule not in WAITING
 
     @property
     def _adds_up(self) -> bool:
         """Whether gradients of this backward are added to what the units have, and no more."""
-        return self._accumulation.adds and not self._updates_on_arrival
+        return self._accumulation.adds and not self._updates_now
+
+    def _begin_reading(self, units: Sequence[UnitStates]) -> None:
+        """Units on SSD will be wanted in this order."""
+        self._order = deque(states for states in units if states.tier == "ssd")
+        if self.schedule in PIPELINED and self._order:
+            self._read_ahead()
 
     def end(self) -> None:
         """Backward has run.
@@ -168,16 +209,23 @@ class Updater:
         Raises:
             the first error of an addition, if gradients are kept: users read them from here on.
         """
+        emitted = tuple(self._emitted)
         if self._accumulation.kept:
-            emitted = tuple(self._emitted)
             self.join()
             self._states.show_gradients(emitted)
+            return
+        self._states.mark_consumed(emitted)
+        if not self._last:
+            self._accumulation.count += 1
+            self.pending = False
 
     def emit(self, index: int, gradients: Sequence[Tensor | None]) -> None:
         """Take a unit's gradients: start their copy; on arrival they are added, or the unit is
         updated."""
         states = self._states.units[index]
         if states.tier == "device":
+            if self._wants_norms and not self._adds_up:
+                self._norms.take_all(states, gradients)
             self._arrived(states, list(gradients), None)
             return
         own = index in self._buffers
@@ -192,6 +240,8 @@ class Updater:
                 view = views[i]
                 assert view is not None
                 pairs.append((gradient, view))
+        if self._wants_norms and not self._adds_up:
+            self._norms.take_all(states, gradients)
         label = self._lanes.label("emit_gradients", states.unit.name)
         arrival = self._arrivals[index] = self._lanes.to_host(pairs, label)
         self._arrived(states, views, arrival, None if own else buffer)
@@ -208,17 +258,19 @@ class Updater:
         Units on the device (without an `arrival`) are served at once.
         """
         given = _Given(states, gradients, list(states.sums), arrival)
-        self._emitted.append(states.index)
+        self._emitted.append((states.index, [g is not None for g in gradients]))
         if self._adds_up:
             for i, gradient in enumerate(gradients):
                 states.sums[i] |= gradient is not None
             if arrival is None:
                 assert states.flats is not None
                 self._add(states.flats, given)
+                if self._wants_norms:
+                    self._norms.take_sums(states, states.flats, states.sums)
             else:
-                self._jobs.append(self._lane.submit(lambda: self._run(given, borrowed, None)))
+                self._submit(given, borrowed, None, adds=True)
             return
-        if not self._updates_on_arrival:
+        if not self._updates_now:
             if arrival is None:
                 given.gradients = [None if g is None else _own(g) for g in gradients]
             self._held.append(given)
@@ -226,24 +278,39 @@ class Updater:
         states.sums = [False] * len(states.sums)
         self._start(given, borrowed)
 
+    @property
+    def _wants_norms(self) -> bool:
+        """Whether the gradients that come now are whole, and their norms needed."""
+        return self._last and self._clipping.needs_norms
+
     def _start(self, given: _Given, borrowed: Tensor | None = None) -> None:
         """Update a unit when its gradients are there; at once if it is on the device."""
-        states, arrival = given.states, given.arrival
+        states = given.states
         if states.tier == "device":
             assert states.flats is not None
             self._step(states, states.flats, given)
             return
-        fresh = Ticket() if self.schedule == "overlapped" else None
+        fresh = Ticket() if self.schedule in LATE else None
+        if fresh is not None:
+            self._fresh[states.index] = fresh
+        self._submit(given, borrowed, fresh, adds=False)
+
+    def _submit(
+        self, given: _Given, borrowed: Tensor | None, fresh: Ticket | None, *, adds: bool
+    ) -> None:
+        def job() -> None:
+            self._run(given, borrowed, fresh, adds=adds)
+
+        arrival = given.arrival or _there()
+        given.arrival = arrival
         if fresh is None:
-            self._jobs.append(self._lane.submit(lambda: self._run(given, borrowed, fresh)))
+            self._jobs.append(self._lane.submit(job))
             return
-        self._fresh[states.index] = fresh
-        # states are read ahead in the order of emission: another order would wait for a buffer that
-        # a unit behind it holds
-        rank = self._rank.get(states.index, 0) if states.tier == "host" else None
-        assert arrival is not None
-        job = self._lane.submit_ranked(lambda: self._run(given, borrowed, fresh), rank, arrival)
-        self._jobs.append(job)
+        # states are read ahead in the order in which units are submitted: another order would wait
+        # for a buffer that a unit behind it holds
+        states = given.states
+        rank = self._rank.get(states.index, 1) if states.tier == "host" else None
+        self._jobs.append(self._lane.submit_ranked(job, rank, arrival))
 
     def fresh(self, index: int) -> Ticket | None:
         """When a unit at rest is what the last step made it; None if it is."""
@@ -261,6 +328,8 @@ class Updater:
             if i in indices:
                 gradient = gradients[indices.index(i)]
                 view.copy_(gradient)
+                if self._wants_norms and not self._adds_up:
+                    self._norms.take(states, i, gradient)
                 self._lanes.count(d2h_bytes=gradient.numel() * gradient.element_size())
                 written[i] = views_of(flat, states.layout.slices)[i]
 
@@ -278,20 +347,65 @@ class Updater:
         self._arrivals.pop(index).wait()
 
     def finish(self) -> None:
-        """End the step, as optimizer.step() does: with schedule "overlapped" updates go on.
+        """End the step, as optimizer.step() does: with late schedules updates go on.
 
         Raises:
             as `join`.
         """
-        given = self._kept() if self._accumulation.kept else self._held
+        kept = self._accumulation.kept
+        begun = self.pending and self._updates_now
+        given = self._kept() if kept else self._left(begun)
         if given:
-            self._hyperparameters = snapshot_hyperparameters(self._optimizer)
-            self._update_all(given)
-        if self.schedule == "overlapped":
-            self.behind = self.behind or self.pending
+            if not begun:
+                self._hyperparameters = snapshot_hyperparameters(self._optimizer)
+                self._clip = None
+            if kept or begun or not self._skips(given):
+                self._update_all(given)
+        self._held.clear()
+        if self.schedule in LATE:
+            self.behind = self.behind or self.pending or bool(given)
+            if kept and given:
+                self._states.lend_gradients(weakref.WeakMethod(self.wait))
         else:
             self.join()
         self.pending = False
+        self._accumulation.count = 0
+
+    def wait(self) -> None:
+        """Wait until nothing reads the last step's gradients."""
+        if self.behind:
+            self.join()
+
+    def _left(self, begun: bool) -> list[_Given]:
+        """Gradients that wait for `finish`, and sums, of which there are others than `begun`."""
+        sums = [s for s in self._states.trained if any(s.sums)]
+        if sums and not begun:
+            self._wait_for(self._jobs, self._writes)
+            self._settle_compute()
+        found = [*self._held, *(_Given(s, [None] * len(s.sums), s.sums) for s in sums)]
+        for states in sums:
+            states.sums = [False] * len(states.sums)
+        return found
+
+    def _skips(self, found: Sequence[_Given]) -> bool:
+        """Choose how to clip whole gradients; says whether the step is left out."""
+        clipping, norms = self._clipping, self._norms
+        if not clipping.needs_norms:
+            self._clip = clipping.by_value()
+            return False
+        for given in found:
+            states = given.states
+            late = [
+                has and not norms.has(states, i) for i, has in enumerate(given.sums)
+            ]  # the step's last backward did not reach them, or there was none
+            if any(late):
+                assert states.flats is not None
+                norms.take_sums(states, states.flats, late)
+        total = norms.total()
+        if clipping.skips(total):
+            return True
+        self._clip = clipping.choose(total)
+        return False
 
     def _kept(self) -> list[_Given]:
         """What the parameters have as ``.grad``, unit by unit: those that have none are left."""
@@ -299,6 +413,8 @@ class Updater:
         self._settle_compute()
         if not self._unscale():
             return []
+        if self.schedule in LATE:
+            self._states.take_gradients()  # a tensor of the user's may be written before it is read
         found = []
         for states in self._states.trained:
             given = [p.grad for p in states.parameters]
@@ -330,21 +446,30 @@ class Updater:
             reached.synchronize()
 
     def _update_all(self, found: Sequence[_Given]) -> None:
-        """Update units whose gradients have waited, one after another."""
+        """Update units whose gradients have waited: at once, or by the schedule."""
+        self._reads_sums = False
+        here = [given for given in found if given.states.tier == "device"]
+        away = [given for given in found if given.states.tier != "device"]
         try:
-            for given in found:
-                if given.states.tier == "device":
-                    assert given.states.flats is not None
-                    self._step(given.states, given.states.flats, given)
-                    continue
-                if given.arrival is not None:
-                    given.arrival.synchronize()
-                self._update(given, None)
+            for given in here:
+                assert given.states.flats is not None
+                self._step(given.states, given.states.flats, given)
+            if self.schedule == "serial":
+                for given in away:
+                    if given.arrival is not None:
+                        given.arrival.synchronize()
+                    self._update(given, None)
         except BaseException:
             self.torn = tuple(self._begun)
             self._clear()
             raise
-        self._held.clear()
+        if self.schedule == "serial":
+            return
+        away.sort(key=lambda given: self._rank.get(given.states.index, 1))
+        if self.schedule == "deferred":
+            self._begin_reading([given.states for given in away])
+        for given in away:
+            self._start(given)
 
     def join(self) -> None:
         """Finish what runs: every sum made, every unit updated, every byte written back.
@@ -352,24 +477,30 @@ class Updater:
         Raises:
             the first error of any of that; later ones are lost with it.
         """
+        self._wait_for(self._jobs, self._writes)
+        self._clear()
+
+    def _wait_for(self, jobs: list[Ticket], writes: list[Future[None]]) -> None:
         error: BaseException | None = None
-        for ticket in self._jobs:
+        for ticket in jobs:
             try:
                 ticket.synchronize()
             except BaseException as failure:  # noqa: BLE001 - raised below, when all ended
                 error = error or failure
-        for write in self._writes:
+        for write in writes:
             error = error or write.exception()
         if error is not None:
             self.torn = tuple(self._begun)
-            self._clear()
+            self._drop()
             raise error
-        self._clear()
+        jobs.clear()
+        writes.clear()
 
     def abort(self) -> None:
         """Leave nothing running after a step that failed; its error is already on the way.
 
-        If units were updated before, the model stands between two steps: see `torn`.
+        If units were updated before, the model stands between two steps: see `torn`. What has been
+        added up for the step is dropped, unless it is the user's.
         """
         if not self.pending:  # a forward failed: the step before it ends as if it had not
             with suppress(BaseException):  # `torn` says it, and the error of forward is on its way
@@ -389,6 +520,13 @@ class Updater:
             read.exception()
             self._ring.release(buffer)
         self.torn = self.torn or tuple(self._begun)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Forget the step, and what has been added up for it."""
+        if not self._accumulation.kept:
+            self._states.forget_sums()
+            self._accumulation.count = 0
         self._clear()
 
     def close(self) -> None:
@@ -413,7 +551,9 @@ class Updater:
 
     # -- on the optimizer's thread ----------------------------------------------------------
 
-    def _run(self, given: _Given, borrowed: Tensor | None, fresh: Ticket | None) -> None:
+    def _run(
+        self, given: _Given, borrowed: Tensor | None, fresh: Ticket | None, *, adds: bool
+    ) -> None:
         """Add a unit's gradients or update it, once they are there."""
         states = given.states
         try:
@@ -421,7 +561,7 @@ class Updater:
             given.arrival.synchronize()
             if self._stopped:
                 return
-            if self._adds_up:
+            if adds:
                 self._add_at_rest(given)
             else:
                 self._update(given, fresh)
@@ -455,31 +595,24 @@ class Updater:
         if states.tier == "host":
             assert states.flats is not None
             self._add(states.flats, given)
+            self._take_norms(given, states.flats)
             return
-        file = self._states.file
-        assert file is not None
-        first, size = states.gradient_range
-        # a sum need not be read to be begun, but the end of the flat before, in its first page
-        unit, begins = states.unit, not any(given.sums)
-        needed = min(size, PAGE_BYTES) if begins else size
-        counted = 0 if begins else unit.accumulator_bytes
-        buffer = self._ring.acquire()
+        buffer = self._read_states(states)
         try:
-            self._lanes.count(ssd_read_bytes=counted)
-            label = self._lanes.label("read_gradient", unit.name)
-            read = file.submit_pread(
-                buffer[first : first + needed],
-                states.offset + first,
-                urgent=False,
-                on_span=self._lanes.on_io(label, counted),
-            )
-            read.result()
-            self._add(states.carve(buffer), given)
+            flats = states.carve(buffer)
+            self._add(flats, given)
+            self._take_norms(given, flats)
         except BaseException:
             self._ring.release(buffer)
             raise
-        label = self._lanes.label("write_gradient", unit.name)
-        self._write(states, buffer, (first, size), unit.accumulator_bytes, label, None)
+        label = self._lanes.label("write_gradient", states.unit.name)
+        pages, num_bytes = states.gradient_range, states.unit.accumulator_bytes
+        self._write(states, buffer, pages, num_bytes, label, None)
+
+    def _take_norms(self, given: _Given, flats: Flats) -> None:
+        if self._wants_norms:
+            parts = zip(given.gradients, given.sums, strict=True)
+            self._norms.take_sums(given.states, flats, [has or g is not None for g, has in parts])
 
     def _add(self, flats: Flats, given: _Given) -> None:
         """Add gradients to the sums that there are; the others begin with them."""
@@ -498,15 +631,22 @@ class Updater:
 
     def _submit_read(self, states: UnitStates, buffer: Tensor) -> Future[None]:
         assert self._states.file is not None
-        first, size = states.update_range
         unit = states.unit
-        self._lanes.count(ssd_read_bytes=unit.update_read_bytes)
-        label = self._lanes.label("read_states", unit.name)
+        kind, num_bytes, (first, size) = "read_states", unit.update_read_bytes, states.update_range
+        if self._reads_sums:
+            kind, num_bytes, (first, size) = (
+                "read_gradient",
+                unit.accumulator_bytes,
+                states.gradient_range,
+            )
+            if states.index not in self._had:  # it begins; the page before it is written with it
+                num_bytes, size = 0, min(size, PAGE_BYTES)
+        self._lanes.count(ssd_read_bytes=num_bytes)
         return self._states.file.submit_pread(
             buffer[first : first + size],
             states.offset + first,
             urgent=False,
-            on_span=self._lanes.on_io(label, unit.update_read_bytes),
+            on_span=self._lanes.on_io(self._lanes.label(kind, unit.name), num_bytes),
         )
 
     def _read_ahead(self) -> None:
@@ -614,9 +754,16 @@ class Updater:
                 state,
                 views_of(flats.compute, slices),
                 hyperparameters=self._hyperparameters,
+                clip=self._clip,
             )
         else:
-            optimizer.step(masters, gradients, state, hyperparameters=self._hyperparameters)
+            optimizer.step(
+                masters,
+                gradients,
+                state,
+                hyperparameters=self._hyperparameters,
+                clip=self._clip,
+            )
         if recorder is not None:
             ended = recorder.mark() if on_device else time.perf_counter()
             lane: Lane_ = "gpu" if on_device else "cpu"
@@ -642,14 +789,26 @@ def _add(total: Tensor, gradient: Tensor, has: bool) -> None:
     if not has:
         total.copy_(gradient)
         return
-    casts = total.dtype != gradient.dtype and total.device.type == "cpu"
-    if not casts or total.stride() != gradient.stride():
+    if total.device.type != "cpu" or total.stride() != gradient.stride():
         total.add_(gradient)  # elsewhere than on CPUs a cast takes no memory
+        return
+    kernel = adam.kernel()
+    if kernel is not None and kernel.add(total, gradient):
+        return
+    if total.dtype == gradient.dtype:
+        total.add_(gradient)
         return
     size = total.numel()
     flat, other = total.as_strided((size,), (1,)), gradient.as_strided((size,), (1,))
-    for at in range(0, size, _CHUNK):
-        flat[at : at + _CHUNK].add_(other[at : at + _CHUNK])
+    step = max(_CHUNK, 2**15 * torch.get_num_threads())
+    for at in range(0, size, step):
+        flat[at : at + step].add_(other[at : at + step])
+
+
+def _there() -> Ticket:
+    ticket = Ticket()
+    ticket.finish()
+    return ticket
 
 
 def _own(gradient: Tensor) -> Tensor:

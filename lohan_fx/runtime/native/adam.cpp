@@ -1,5 +1,5 @@
 // One pass over a unit: Adam or AdamW on fp32 masters from gradients of any floating dtype, and
-// the rounded compute copy. The update moves 28 bytes a parameter with bf16 gradients and copies
+// the rounded compute copy; and sums of gradients. The update moves 28 bytes a parameter with bf16 gradients and copies
 // (the floor of LoHan's cpu lane); separate casts would move 12 more.
 //
 // The arithmetic is that of torch's fused CPU kernels, operation by operation, as its vector code
@@ -77,6 +77,7 @@ struct Tensors {  // one parameter; mirrored by adam.py
   double step;
   int32_t decoupled;  // AdamW
   int32_t maximize;
+  float factor, limit;  // of the gradient, before all else; 1 and infinity do nothing
 };
 
 }  // extern "C"
@@ -151,10 +152,20 @@ Update choose(const Tensors& t, const Scalars& s) {
                2 * (t.weight_decay != 0) + s.lerp_small];
 }
 
+// What torch's mul_ and clamp_ do to a float32 gradient; a NaN stays one.
+void clip(const Tensors& t, const float* from, float* to, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const float x = from[i] * t.factor;
+    const float low = x < -t.limit ? -t.limit : x;
+    to[i] = low > t.limit ? t.limit : low;
+  }
+}
+
 void run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int64_t begin,
                int64_t end) {
   float cast[kBlock];
   const int64_t first_of_tail = t.size - t.tail;
+  const bool clips = t.factor != 1.0f || t.limit < INFINITY;
   for (int64_t at = begin, n; at < end; at += n) {
     const Update call = at < first_of_tail ? body : tail;
     const int64_t stop = at < first_of_tail && end > first_of_tail ? first_of_tail : end;
@@ -169,6 +180,10 @@ void run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int
       } else {
         for (int64_t i = 0; i < n; i++) cast[i] = from_half(from[i]);
       }
+    }
+    if (clips) {
+      clip(t, gradient, cast, n);
+      gradient = cast;
     }
     call(t, s, at, n, gradient);
     if (t.copy == nullptr) continue;
@@ -185,7 +200,39 @@ void run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int
   }
 }
 
-struct Call {  // one call's work, in pieces that threads take in turn
+struct Work {  // what threads share
+  virtual void work() = 0;
+  virtual ~Work() = default;
+};
+
+struct Sum : Work {  // total += gradient, in pieces that threads take in turn
+  float* total;
+  const void* gradient;
+  int32_t dtype;
+  int64_t size;
+  std::atomic<int64_t> next{0};
+
+  Sum(float* to, const void* from, int32_t kind, int64_t n)
+      : total(to), gradient(from), dtype(kind), size(n) {}
+
+  void work() override {
+    for (int64_t at = kPiece * next++; at < size; at = kPiece * next++) {
+      const int64_t end = at + kPiece < size ? at + kPiece : size;
+      if (dtype == kFloat) {
+        const float* from = static_cast<const float*>(gradient);
+        for (int64_t i = at; i < end; i++) total[i] += from[i];
+      } else if (dtype == kBfloat16) {
+        const uint16_t* from = static_cast<const uint16_t*>(gradient);
+        for (int64_t i = at; i < end; i++) total[i] += from_bf16(from[i]);
+      } else {
+        const uint16_t* from = static_cast<const uint16_t*>(gradient);
+        for (int64_t i = at; i < end; i++) total[i] += from_half(from[i]);
+      }
+    }
+  }
+};
+
+struct Call : Work {  // one update, in pieces that threads take in turn
   const Tensors* tensors;
   std::vector<Scalars> scalars;
   std::vector<Update> bodies, tails;
@@ -203,7 +250,7 @@ struct Call {  // one call's work, in pieces that threads take in turn
     }
   }
 
-  void work() {
+  void work() override {
     size_t at = 0;
     for (int64_t k = next++; k < pieces; k = next++) {
       while (at + 1 < first.size() && first[at + 1] <= k) at++;
@@ -228,19 +275,19 @@ class Pool {
 
   ~Pool() { close(); }
 
-  void run(Call& call) {
+  void run(Work& work) {
     std::lock_guard<std::mutex> one_at_a_time(callers_);
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      call_ = &call;
+      work_ = &work;
       running_ = static_cast<int>(threads_.size());
       turn_++;
     }
     wake_.notify_all();
-    call.work();
+    work.work();
     std::unique_lock<std::mutex> lock(mutex_);
     done_.wait(lock, [this] { return running_ == 0; });
-    call_ = nullptr;
+    work_ = nullptr;
   }
 
  private:
@@ -260,9 +307,9 @@ class Pool {
       wake_.wait(lock, [&] { return closed_ || turn_ != seen; });
       if (closed_) return;
       seen = turn_;
-      Call* call = call_;
+      Work* work = work_;
       lock.unlock();
-      call->work();
+      work->work();
       lock.lock();
       if (--running_ == 0) done_.notify_all();
     }
@@ -271,7 +318,7 @@ class Pool {
   std::vector<std::thread> threads_;
   std::mutex mutex_, callers_;
   std::condition_variable wake_, done_;
-  Call* call_ = nullptr;
+  Work* work_ = nullptr;
   uint64_t turn_ = 0;
   int running_ = 0;
   bool closed_ = false;
@@ -298,6 +345,11 @@ int lohan_has_half() {
 }
 
 void lohan_pool_delete(void* pool) { delete static_cast<Pool*>(pool); }
+
+void lohan_add(void* pool, float* total, const void* gradient, int32_t dtype, int64_t size) {
+  Sum sum(total, gradient, dtype, size);
+  static_cast<Pool*>(pool)->run(sum);
+}
 
 // Returns 0, or 1 if there was no memory for the call (nothing is changed then).
 int lohan_adam(void* pool, const Tensors* tensors, int64_t count) {

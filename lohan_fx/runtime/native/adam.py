@@ -1,4 +1,4 @@
-"""Adam and AdamW in one pass over host memory, without Python's lock.
+"""Adam and AdamW in one pass over host memory, and sums of gradients, without Python's lock.
 
 `library` builds `adam.cpp` with the system's C++ compiler once a machine and loads it through
 ctypes, which lets go of the GIL for the whole call. Where there is no compiler the optimizer runs
@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
 import shlex
@@ -69,6 +70,8 @@ class _Tensors(ctypes.Structure):
         ("step", ctypes.c_double),
         ("decoupled", ctypes.c_int32),
         ("maximize", ctypes.c_int32),
+        ("factor", ctypes.c_float),
+        ("limit", ctypes.c_float),
     )
 
 
@@ -81,6 +84,8 @@ class Update:
         gradient, copy: float32, bfloat16 or float16; no copy is written if it is None.
         step: number of this update, from 1.
         decoupled: AdamW; else Adam.
+        factor, limit: the gradient is multiplied by `factor`, then brought into [-limit, limit]
+            (1.0 and inf: it is left as it is), in float32.
     """
 
     master: Tensor
@@ -97,6 +102,8 @@ class Update:
     step: float
     decoupled: bool
     maximize: bool
+    factor: float = 1.0
+    limit: float = math.inf
 
     def supported(self) -> bool:
         """Whether the kernel can run it."""
@@ -141,6 +148,8 @@ class Update:
             step=self.step,
             decoupled=self.decoupled,
             maximize=self.maximize,
+            factor=self.factor,
+            limit=self.limit,
         )
 
 
@@ -164,6 +173,14 @@ class AdamKernel:
             ctypes.c_int64,
         ]
         self._library.lohan_adam.restype = ctypes.c_int
+        self._library.lohan_add.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int32,
+            ctypes.c_int64,
+        ]
+        self._library.lohan_add.restype = None
         self.has_half = bool(self._library.lohan_has_half())
         self.num_threads = num_threads
         self._pool = self._library.lohan_pool_new(num_threads)
@@ -179,6 +196,25 @@ class AdamKernel:
         packed = (_Tensors * len(updates))(*(update._packed() for update in updates))
         if self._library.lohan_adam(self._pool, packed, len(updates)):
             raise MemoryError(f"no memory to list {len(updates)} parameters for their update")
+
+    def add(self, total: Tensor, gradient: Tensor) -> bool:
+        """Add to a float32 sum in host memory; False if the kernel cannot, and nothing is done.
+
+        Both must be of one size and lie in memory alike, without gaps.
+        """
+        low = gradient.dtype == torch.float16 and not self.has_half
+        if total.dtype != torch.float32 or gradient.dtype not in _DTYPES or low:
+            return False
+        if total.device.type != "cpu" or gradient.device.type != "cpu":
+            return False
+        self._library.lohan_add(
+            self._pool,
+            total.data_ptr(),
+            gradient.data_ptr(),
+            _DTYPES[gradient.dtype],
+            total.numel(),
+        )
+        return True
 
     def close(self) -> None:
         """Join the threads. No call may be running."""

@@ -55,6 +55,8 @@ class CudaAdamKernel:
                     math.sqrt(correction2),
                     u.eps,
                     -u.lr / correction1,
+                    u.factor,
+                    u.limit,
                     COPIES=u.copy is not None,
                     BLOCK=_BLOCK,
                 )

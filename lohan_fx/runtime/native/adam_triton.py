@@ -23,6 +23,8 @@ def adam(
     root,
     eps,
     step_size,
+    factor,
+    limit,
     COPIES: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
@@ -30,7 +32,9 @@ def adam(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     p = tl.load(master + at, mask=inside)
-    g = tl.load(gradient + at, mask=inside).to(tl.float32) * sign + p * weight_decay
+    g = tl.load(gradient + at, mask=inside).to(tl.float32) * factor
+    g = tl.where(g < -limit, -limit, tl.where(g > limit, limit, g))  # a NaN stays one
+    g = g * sign + p * weight_decay
     m = tl.load(exp_avg + at, mask=inside)
     v = tl.load(exp_avg_sq + at, mask=inside)
     m = m + lerp * (g - m)

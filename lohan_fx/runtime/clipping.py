@@ -1,0 +1,121 @@
+"""Gradient clipping and skipped steps: what needs the gradients of the whole step.
+
+Norms are taken where a gradient is made or completed, one a parameter, and combined as
+`torch.nn.utils.clip_grad_norm_` does: the same numbers, to the bit where the same kernels run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lohan_fx.runtime.optimizer import Clip
+from lohan_fx.runtime.states import Flats, UnitStates, views_of
+
+logger = logging.getLogger("lohan_fx")
+
+
+@dataclass(slots=True, kw_only=True)
+class Clipping:
+    """What `lohan_fx.compile` was asked to do with gradients, and what came of it.
+
+    Attributes:
+        max_norm, max_value: as torch.nn.utils.clip_grad_norm_ and clip_grad_value_ take them.
+        skip_nonfinite: leave a step out whose gradients have no finite norm.
+        grad_norm: the last step's norm, before clipping; None if it was not needed.
+        skipped_steps: steps left out so far.
+    """
+
+    max_norm: float | None = None
+    max_value: float | None = None
+    skip_nonfinite: bool = False
+    grad_norm: float | None = None
+    skipped_steps: int = 0
+
+    @property
+    def needs_norms(self) -> bool:
+        return self.max_norm is not None or self.skip_nonfinite
+
+    def by_value(self) -> Clip | None:
+        """What can be done to a gradient without knowing the others."""
+        return None if self.max_value is None else Clip(limit=self.max_value)
+
+    def choose(self, total: Tensor) -> Clip | None:
+        """What to do to all gradients, by their norm; call `skips` first."""
+        if self.max_norm is None:
+            return self.by_value()
+        factor = torch.clamp(self.max_norm / (total + 1e-6), max=1.0).cpu()
+        return None if float(factor) == 1.0 else Clip(factor=factor)
+
+    def skips(self, total: Tensor) -> bool:
+        """Note the step's norm; says whether the step is left out."""
+        self.grad_norm = float(total)
+        if not self.skip_nonfinite or math.isfinite(self.grad_norm):
+            return False
+        self.skipped_steps += 1
+        if self.skipped_steps == 1:
+            logger.warning(
+                "lohan_fx: the gradients' norm is %s, so this step is skipped: weights and states "
+                "stay as they are (this is said once; model.lohan.skipped_steps counts)",
+                self.grad_norm,
+            )
+        return True
+
+
+class Norms:
+    """The norms of one step's gradients, parameter by parameter."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Tensor] = {}
+
+    def clear(self) -> None:
+        self._found.clear()
+
+    def take(self, states: UnitStates, i: int, gradient: Tensor) -> None:
+        """Take the norm of the gradient of a unit's parameter `i`, where the gradient is."""
+        dtype = states.layout.dtype
+        cast = None if gradient.dtype == dtype else dtype
+        norm = torch.linalg.vector_norm(gradient.detach(), 2.0, dtype=cast)
+        self._found[states.positions[i]] = norm
+
+    def take_all(self, states: UnitStates, gradients: Sequence[Tensor | None]) -> None:
+        """`take` for all parameters of a unit that have one."""
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                self.take(states, i, gradient)
+
+    def take_sums(self, states: UnitStates, flats: Flats, sums: Sequence[bool]) -> None:
+        """`take` of what has been added up, for the parameters that have a sum."""
+        assert flats.gradient is not None
+        views = views_of(flats.gradient, states.layout.slices)
+        self.take_all(states, [v if has else None for v, has in zip(views, sums, strict=True)])
+
+    def has(self, states: UnitStates, i: int) -> bool:
+        return states.positions[i] in self._found
+
+    def total(self) -> Tensor:
+        """The norm of all, in the order of model.parameters(), as torch combines them."""
+        norms = [self._found[position] for position in sorted(self._found)]
+        if not norms:
+            return torch.zeros(())
+        if len({norm.device for norm in norms}) > 1:
+            norms = _on_host(norms)
+        return torch.linalg.vector_norm(torch.stack(norms), 2.0)
+
+
+def _on_host(norms: Sequence[Tensor]) -> list[Tensor]:
+    """Scalars of several devices on the host, with one transfer a device."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for k, norm in enumerate(norms):
+        groups.setdefault((norm.device, norm.dtype), []).append(k)
+    found = list(norms)
+    for places in groups.values():
+        moved = torch.stack([norms[k] for k in places]).cpu()
+        for k, norm in zip(places, moved, strict=True):
+            found[k] = norm
+    return found
