@@ -20,18 +20,18 @@ from torch import Tensor, fx, nn
 from lohan_fx import _compat, footprint
 from lohan_fx.annotate import StateLayout, annotate, module_name
 from lohan_fx.capture import Captured, InputRole, OutputRole, constants_of, copy_joint
-from lohan_fx.compiled import Memory
+from lohan_fx.compiled import Memory, ssd_paths
 from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.passes import PassManager, Rewrite, pipeline
 from lohan_fx.passes.base import Mark
 from lohan_fx.passes.split import Halves, split
 from lohan_fx.passes.verify import check_invariants, check_program
-from lohan_fx.plan import Plan, Tier
+from lohan_fx.plan import Plan
 from lohan_fx.planned import hardware
 from lohan_fx.planners import Planner, PlannerOptions, make_plan
 from lohan_fx.profiling import profile_hardware
-from lohan_fx.runtime.engine import Engine, Slot, SlotStore
+from lohan_fx.runtime.engine import Engine, SlotStore, slots_of
 from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.ops import engines
 from lohan_fx.runtime.states import ModelStates
@@ -300,19 +300,7 @@ class Calls:
         device: torch.device,
     ) -> None:
         self._workload, self._plan, self._options, self._device = workload, plan, options, device
-        where: dict[Tier, Mapping[str, tuple[int, int]]] = {
-            "host": footprint.host_slots(workload, plan),
-            "ssd": footprint.ssd_slots(workload, plan),
-        }
-        self.slots = [
-            Slot(
-                name=v,
-                num_bytes=workload.values[v].num_bytes,
-                tier=plan.residuals[v].tier,
-                offset=where[plan.residuals[v].tier][v][0],
-            )
-            for v in slots
-        ]
+        self.slots = slots_of(slots, workload, plan)
         pin = device.type == "cuda"
         self._memory = Memory(pin=pin, lanes=Lanes(device), store=SlotStore(pin=pin))
         self._stores: list[SlotStore] = []
@@ -398,11 +386,7 @@ class Calls:
         store.grow_host(need["residuals"])
         ssd_bytes = footprint.ssd_bytes_needed(self._workload, self._plan)["residuals"]
         if ssd_bytes:
-            paths = [d.path for d in self._options.hw.ssds]
-            if not paths:
-                raise InsufficientMemoryError(
-                    "ssd", ssd_bytes, 0, where="the plan", advice="give profile_hardware(ssd=[…])"
-                )
+            paths = ssd_paths(self._options.hw, ssd_bytes)
             store.grow_ssd(ssd_bytes, *memory.open_ssd(paths))
             staging = footprint.staging_of(self._workload, self._plan)
             memory.grow_buffers({"staging": (staging.count, staging.total_bytes)})

@@ -47,7 +47,7 @@ from lohan_fx.refinement import MIN_GAIN, Measured, Outcome, Refinement
 from lohan_fx.runtime.arena import Arena, BufferRing, Layout, Region
 from lohan_fx.runtime.clipping import Clipping
 from lohan_fx.runtime.eager import ReadParameters
-from lohan_fx.runtime.engine import Engine, Slot, SlotStore
+from lohan_fx.runtime.engine import Engine, SlotStore, slots_of
 from lohan_fx.runtime.executor import Executor
 from lohan_fx.runtime.lanes import Counters, Lanes
 from lohan_fx.runtime.op_timing import OpTimer
@@ -193,6 +193,16 @@ class Memory:
         for arena in (self.arena, self.buffer_arena, *self.moved):
             if arena is not None:
                 arena.close()
+
+
+def ssd_paths(hw: HardwareProfile, need_bytes: int) -> list[str]:
+    """The profile's SSD directories. Raises InsufficientMemoryError if there are none."""
+    paths = [d.path for d in hw.ssds]
+    if not paths:
+        raise InsufficientMemoryError(
+            "ssd", need_bytes, 0, where="the plan", advice="give profile_hardware(ssd=[…])"
+        )
+    return paths
 
 
 class CompiledModel:
@@ -543,19 +553,7 @@ class CompiledModel:
         assert self.memory is not None
         memory = self.memory
         rewrite = Rewrite(captured=captured, workload=workload, plan=plan, layouts=self._layouts)
-        where: dict[Tier, Mapping[str, tuple[int, int]]] = {
-            "host": footprint.host_slots(workload, plan),
-            "ssd": footprint.ssd_slots(workload, plan),
-        }
-        slots = [
-            Slot(
-                name=v,
-                num_bytes=workload.values[v].num_bytes,
-                tier=plan.residuals[v].tier,
-                offset=where[plan.residuals[v].tier][v][0],
-            )
-            for v in rewrite.slots
-        ]
+        slots = slots_of(rewrite.slots, workload, plan)
         engine = Engine(slots, (), memory.states, memory.updater, memory.lanes, memory.store)
         rewrite.run = engines.add(engine)
         PassManager(passes=pipeline(), verify=check_invariants)(rewrite)
@@ -597,7 +595,7 @@ class CompiledModel:
                 memory.arena = Arena(layout.total_bytes, pin=memory.pin)
             ssd_bytes = footprint.ssd_bytes_needed(workload, plan)["units"]
             if ssd_bytes:
-                run, pool = memory.open_ssd(self._ssd_paths(ssd_bytes))
+                run, pool = memory.open_ssd(ssd_paths(self.options.hw, ssd_bytes))
                 memory.file = StripedFile(
                     run, "states", ssd_bytes, pool, stripe_bytes=footprint.STRIPE_BYTES
                 )
@@ -620,20 +618,14 @@ class CompiledModel:
             raise
         return memory
 
-    def _ssd_paths(self, need_bytes: int) -> list[str]:
-        paths = [d.path for d in self.options.hw.ssds]
-        if not paths:
-            raise InsufficientMemoryError(
-                "ssd", need_bytes, 0, where="the plan", advice="give profile_hardware(ssd=[…])"
-            )
-        return paths
-
     def _reserve(self, memory: Memory, workload: Workload, plan: Plan) -> bool:
         """Have the slots and buffers that a program needs; says whether buffers changed."""
         memory.store.grow_host(footprint.host_bytes_needed(workload, plan)["residuals"])
         ssd_bytes = footprint.ssd_bytes_needed(workload, plan)["residuals"]
         if ssd_bytes:
-            memory.store.grow_ssd(ssd_bytes, *memory.open_ssd(self._ssd_paths(ssd_bytes)))
+            memory.store.grow_ssd(
+                ssd_bytes, *memory.open_ssd(ssd_paths(self.options.hw, ssd_bytes))
+            )
         tiers = footprint.tiers_of(plan)
         direct = footprint.direct_gradients(plan)
         rings = {

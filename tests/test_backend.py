@@ -5,7 +5,6 @@ Here the backend is named by its function; `tests.test_examples` has the entry p
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -260,26 +259,28 @@ def test_a_second_backward(hw: HardwareProfile) -> None:
         loss.backward()
 
 
-def test_an_error_in_backward(hw: HardwareProfile) -> None:
-    """The next step is right."""
+@pytest.mark.parametrize("name", ["offload", "prefetch"])
+def test_an_error_in_a_step(
+    name: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps that follow are right."""
     wanted = train(*make("U-Net"))
     model, inputs = make("U-Net")
     call = compiled(model, hw)
+    original = getattr(Engine, name)
+    asked: list[int] = []
 
-    class FailedError(Exception):
-        pass
+    def fails_once(self: Engine, *args: Any) -> Any:
+        asked.append(0)
+        if len(asked) == 5:
+            raise MemoryError("the fifth time")
+        return original(self, *args)
 
-    def fail(_: Any) -> None:
-        raise FailedError
-
-    for part in (model.up[0], model.down[0]):
-        hook = part.register_full_backward_hook(lambda *_: fail(_))
-        with contextlib.suppress(FailedError):
-            call(**inputs).backward()
-        hook.remove()
-    torch.compiler.reset()
+    monkeypatch.setattr(Engine, name, fails_once)
+    with pytest.raises(MemoryError, match="the fifth time"):
+        call(**inputs).backward()
     model.zero_grad()
-    assert_equal(train(model, inputs, compiled(model, hw)), wanted)
+    assert_equal(train(model, inputs, call), wanted)
 
 
 def test_files_are_gone_when_nobody_uses_them(hw: HardwareProfile) -> None:

@@ -6,15 +6,16 @@ once except release, wait and wait_unit, which make compute wait for a transfer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lohan_fx import footprint
 from lohan_fx.errors import InsufficientMemoryError, StepError, StorageError
 from lohan_fx.footprint import STRIPE_BYTES
-from lohan_fx.plan import Tier
+from lohan_fx.plan import Plan, Tier
 from lohan_fx.program import window_storage
 from lohan_fx.runtime.arena import Arena
 from lohan_fx.runtime.lanes import Lanes, Ticket, storage_of
@@ -22,6 +23,7 @@ from lohan_fx.runtime.recording import Label, Stamp
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates, views_of
 from lohan_fx.runtime.updates import Updater
+from lohan_fx.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,24 @@ class Slot:
     num_bytes: int
     tier: Tier
     offset: int
+
+
+def slots_of(swapped: Iterable[str], workload: Workload, plan: Plan) -> list[Slot]:
+    """The slots of a plan's swapped residuals, in this order."""
+    where: dict[Tier, Mapping[str, tuple[int, int]]] = {
+        "host": footprint.host_slots(workload, plan),
+        "ssd": footprint.ssd_slots(workload, plan),
+    }
+    tiers = {v: plan.residuals[v].tier for v in swapped}
+    return [
+        Slot(
+            name=v,
+            num_bytes=workload.values[v].num_bytes,
+            tier=tier,
+            offset=where[tier][v][0],
+        )
+        for v, tier in tiers.items()
+    ]
 
 
 class SlotStore:
