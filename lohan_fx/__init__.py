@@ -2,6 +2,7 @@
 
     compile(model, hw=, optimizer=, memory=)    the one new line in a training loop
     profile_hardware(ssd=[...])                 measures the machine that plans are made for
+    save(model, directory), load(…)             a checkpoint, streamed and atomic
     plan(model, inputs, hw=)                    plans and simulates a step, without the machine
     ablate(model, inputs, hw=)                  compares strategies
 
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lohan_fx.ablation import ablate
     from lohan_fx.api import compile
+    from lohan_fx.checkpoint import latest, load, save
     from lohan_fx.hardware import HardwareProfile, MemoryBudget
     from lohan_fx.plan import Plan
     from lohan_fx.planning import plan
@@ -27,6 +29,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "ablate": "lohan_fx.ablation",
     "compile": "lohan_fx.api",
+    "latest": "lohan_fx.checkpoint",
+    "load": "lohan_fx.checkpoint",
+    "save": "lohan_fx.checkpoint",
     "HardwareProfile": "lohan_fx.hardware",
     "MemoryBudget": "lohan_fx.hardware",
     "Plan": "lohan_fx.plan",
@@ -40,8 +45,11 @@ __all__ = [
     "Plan",
     "ablate",
     "compile",
+    "latest",
+    "load",
     "plan",
     "profile_hardware",
+    "save",
 ]
 
 

@@ -24,6 +24,7 @@ from lohan_fx.printing import ProgramModule
 from lohan_fx.profiling import profile_hardware
 from lohan_fx.report import report_text
 from lohan_fx.runtime.malloc import expand_segments, return_freed_memory
+from lohan_fx.weights import StoredWeights, WeightsArgument, fill, places_of, resolve
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -113,6 +114,7 @@ def compile(
     clip_grad_value: float | None = None,
     skip_nonfinite: bool = False,
     refine: bool | Literal["auto"] = "auto",
+    weights: WeightsArgument | None = None,
 ) -> M:
     """Make `model` train within a memory budget, with plain PyTorch's numbers.
 
@@ -172,10 +174,21 @@ def compile(
             fifth step, and says so. Units that move between device and host are then updated by
             another kernel, equal to rounding: switch it off where runs must repeat bit for bit.
             "auto": on CUDA, unless `plan` is given or PyTorch's deterministic algorithms are on.
+        weights: for a model built on the meta device (in whole or in part): a .safetensors file, a
+            directory with model.safetensors or model.safetensors.index.json (a checkpoint of
+            `save`, too), or a mapping name → tensor. Names, shapes and kinds are checked now, for
+            all parameters and persistent buffers; at the first forward the values stream into
+            the tiers, unit by unit, cast to the model's dtypes. Parameters that have data are
+            loaded at once, or keep it if others are on the meta device and the file lacks them
+            (a new head, adapters). "init" runs the modules' own initialization instead, with
+            the random numbers that follow at the first forward
+            (`lohan_fx.initialization`). Buffers that no file has get their values from
+            their modules' initialization.
 
     Raises:
         UnsupportedOptimizerError: the optimizer's update is not elementwise.
         HardwareError: the profile and the machine, or the budget and the profile, disagree.
+        CheckpointError: weights= is damaged or does not fit; all keys concerned are named.
         At the first forward: CaptureError, InsufficientMemoryError, StorageError, PlanError.
     """
     if not isinstance(model, nn.Module):
@@ -223,6 +236,7 @@ def compile(
         return_freed_memory()
     else:
         expand_segments()
+    source = resolve(model, weights)
     compiled = CompiledModel(
         model,
         optimizer,
@@ -244,7 +258,10 @@ def compile(
             skip_nonfinite=skip_nonfinite,
             refine=_refines(device) if refine == "auto" else refine,
         ),
+        source,
     )
+    if isinstance(source, StoredWeights):
+        fill(places_of(model), source)
     cls = type(model)
     model.__dict__["_lohan"] = compiled
     own = model.__dict__.pop("forward", None)

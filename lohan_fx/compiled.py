@@ -60,6 +60,7 @@ from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.updates import Accumulation, Updater
 from lohan_fx.signature import Signature, difference, foreign_input, signature_of
 from lohan_fx.simulate import simulate
+from lohan_fx.weights import Source
 from lohan_fx.workload import Workload
 
 logger = logging.getLogger("lohan_fx")
@@ -209,7 +210,11 @@ class CompiledModel:
     """The programs of one module. Made by `lohan_fx.compile`; reached as ``model.lohan``."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        options: Options,
+        source: Source | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._original = type(model)
@@ -224,17 +229,14 @@ class CompiledModel:
         self._refinement = (
             Refinement(options.device) if options.refine and options.plan is None else None
         )
+        self.source = source
+        self.masters: Sequence[str] = ()
+        self.pending_states: Callable[[Mapping[str, nn.Parameter]], None] | None = None
         self._said: set[str] = set()
         self._num_evaluations = 0
         self._uncapturable: set[Signature] = set()
         self._scratch: dict[Any, int] = {}
         self._kernels = Kernels(options.device, compiled=True)
-        for name, p in model.named_parameters():
-            if p.is_meta:
-                raise LohanError(
-                    f"parameter {name} is on the meta device: it has no data to train. Load or "
-                    "initialize the model first"
-                )
         managed = (
             {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
         )
@@ -274,14 +276,16 @@ class CompiledModel:
                 optimizer.register_step_post_hook(_Call(self, CompiledModel.show_gradients)),
                 optimizer.register_state_dict_pre_hook(_Call(self, CompiledModel.lend_states)),
                 optimizer.register_state_dict_post_hook(_Call(self, CompiledModel.unlend_states)),
-                optimizer.register_load_state_dict_pre_hook(
-                    _Call(self, CompiledModel._check_ended)
-                ),
+                optimizer.register_load_state_dict_pre_hook(_Call(self, CompiledModel.check_ended)),
                 optimizer.register_load_state_dict_post_hook(
                     _Call(self, CompiledModel.take_states)
                 ),
-                model.register_load_state_dict_pre_hook(_Call(self, CompiledModel.sync)),
+                model.register_load_state_dict_pre_hook(_Call(self, CompiledModel._other_weights)),
             ]
+            for p in model.parameters():
+                made = optimizer.state.get(p, {}).values() if p.is_meta else ()
+                if any(isinstance(v, Tensor) and v.is_meta for v in made):
+                    del optimizer.state[p]  # Adagrad makes it at construction; it is made anew
 
     # -- public views -----------------------------------------------------------------------
 
@@ -611,7 +615,14 @@ class CompiledModel:
                 memory.arena,
                 region,
                 memory.file,
+                self.source,
             )
+            if self.masters and self.source is not None:
+                memory.states.write(self.source.stream(self.model, self.masters), self.masters)
+            if self.pending_states is not None and self.optimizer is not None:
+                memory.states.take_states(self.optimizer, self.pending_states)
+            self.source = self.pending_states = None
+            self.masters = ()
             self._connect(memory, workload, plan)
         except BaseException:
             memory.close()
@@ -706,6 +717,11 @@ class CompiledModel:
         self.sync()
         device, dtype = self.options.device, self._state_layout.compute_dtype
         parameters = [p for _, p in self._named_parameters()]
+        if any(p.is_meta for p in parameters):
+            raise StepError(
+                "the model is on the meta device still, and this forward makes no program: call "
+                "model.lohan.prepare(*args, **kwargs) with a batch as for training first"
+            )
         for name, _ in self.model.named_buffers():
             _Buffers(self._model, device)(name)
         args, kwargs = pytree.tree_map(self._input, (args, kwargs))
@@ -855,22 +871,50 @@ class CompiledModel:
         if updater is not None and not updater.pending:
             updater.join()
 
+    def _other_weights(self) -> None:
+        """Weights come by load_state_dict(): masters of a checkpoint are of no use any more."""
+        self.sync()
+        self.masters = ()
+
     def lend_states(self) -> None:
         """Let the optimizer have its states while it makes its state_dict().
 
         Raises:
             StepError: backward has begun a step that optimizer.step() has not ended.
         """
-        self._check_ended()
+        self.check_ended()
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.give_back(self.optimizer)
+        self._materialize_states()
+
+    def _materialize_states(self) -> None:
+        """Load the states of a checkpoint into the optimizer, if they still wait for memory."""
+        lend, self.pending_states = self.pending_states, None
+        if lend is not None and self.optimizer is not None:
+            lend(dict(self._named_parameters()))
+            for entry in self.optimizer.state.values():
+                for name, value in entry.items():
+                    entry[name] = value.clone() if isinstance(value, Tensor) else value
+
+    def load_states(self, lend: Callable[[Mapping[str, nn.Parameter]], None]) -> None:
+        """Take the optimizer's states from a checkpoint: now, or when there is memory for them.
+
+        Args:
+            lend: see `ModelStates.take_states`.
+        """
+        assert self.optimizer is not None
+        if self.memory is None:
+            self.optimizer.state.clear()
+            self.pending_states = lend
+        else:
+            self.memory.states.take_states(self.optimizer, lend)
 
     def unlend_states(self) -> None:
         """Take back what `lend_states` gave."""
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.release(self.optimizer)
 
-    def _check_ended(self) -> None:
+    def check_ended(self) -> None:
         """Finish the last step; refuse if it is under way: states are half updated then."""
         updater = self.memory.updater if self.memory is not None else None
         if updater is not None and updater.pending:
@@ -882,6 +926,7 @@ class CompiledModel:
 
     def take_states(self) -> None:
         """Take over what the optimizer has just loaded."""
+        self.pending_states = None
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.take_states(self.optimizer)
 
@@ -959,6 +1004,7 @@ class CompiledModel:
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.give_back(self.optimizer)
             self.memory.states.forget_sums()
+        self._materialize_states()
         model = self._model()
         if model is not None and model.__dict__.get("_lohan") is self:
             model.__class__ = self._original

@@ -36,8 +36,18 @@ class StorageError(LohanError):
     """An SSD directory cannot be used, or a read or write on it failed."""
 
 
+class CheckpointError(LohanError):
+    """A file of weights or a checkpoint is damaged, incomplete, or of another model."""
+
+
 class StepError(LohanError):
     """The training loop called things in an order that has no exact meaning."""
+
+
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """Return the first names and how many more there are."""
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def format_bytes(num_bytes: float) -> str:

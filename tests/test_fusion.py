@@ -527,8 +527,8 @@ def odd(
         return model, {"x": x, "y": torch.randint(0, columns, (1, rows))}
 
 
-def aligned(model: nn.Module, inputs: dict[str, Any]) -> tuple[Captured, int]:
-    captured = capture(model, (), inputs)
+def aligned(model: nn.Module, inputs: dict[str, Any], **options: Any) -> tuple[Captured, int]:
+    captured = capture(model, (), inputs, **options)
     mark_blocks(captured.graph.graph, model)
     mark_roots(captured.graph.graph)
     # `fuse` pads what it fuses with the padding, which is nothing in float64
@@ -549,6 +549,18 @@ class Strides(fx.Interpreter):
             assert found.stride() == planned.stride(), n
             assert found.untyped_storage().nbytes() == planned.untyped_storage().nbytes(), n
         return found
+
+
+def check_layouts(captured: Captured, model: nn.Module, inputs: dict[str, Any]) -> None:
+    named = dict(model.named_parameters())
+    arguments = [
+        named[r.target].detach() if r.kind == "parameter"
+        else torch.ones((), dtype=torch.float64) if r.kind == "tangent"
+        else list(inputs.values())[r.index]
+        for r in captured.inputs
+    ]  # fmt: skip
+    with torch.no_grad():
+        Strides(captured.graph).run(*arguments)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -576,15 +588,7 @@ def test_layouts_are_as_planned_behind_odd_products(fused: bool) -> None:
     if fused:
         captured = capture(model, (), inputs)
         fuse(captured, model, Kernels(CPU, compiled=False))
-    named = dict(model.named_parameters())
-    arguments = [
-        named[r.target].detach() if r.kind == "parameter"
-        else torch.ones((), dtype=torch.float64) if r.kind == "tangent"
-        else list(inputs.values())[r.index]
-        for r in captured.inputs
-    ]  # fmt: skip
-    with torch.no_grad():
-        Strides(captured.graph).run(*arguments)
+    check_layouts(captured, model, inputs)
     heads = [n for n in captured.graph.graph.nodes if n.target is align.aligned_addmm]
     assert [n.meta["val"].stride() for n in heads] == [(24, 1), (102, 1)][-len(heads) :]
     views = [u for n in heads for u in n.users if is_view(u)]
@@ -699,3 +703,42 @@ def test_compiled_steps_are_eager_to_rounding(
     assert made[0].calls > 0
     assert isinstance(model, LohanModule)
     model.lohan.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [101, 127, 129])
+def test_products_of_padded_matrices_take_the_padding_along(
+    columns: int, dtype: torch.dtype
+) -> None:
+    """The gradient of a head: its rows are the columns of the padded matrix."""
+    generator = torch.Generator().manual_seed(0)
+    step = align.PADDED_BYTES // dtype.itemsize
+    stride = -(-columns // step) * step
+    whole = torch.full((37, stride), torch.nan).to(dtype)
+    gradient = whole[:, :columns]
+    gradient.copy_(torch.randint(-3, 4, (37, columns), generator=generator))
+    x = torch.randint(-3, 4, (37, 24), generator=generator).to(dtype)
+    found = align.aligned_mm(gradient.t(), x)
+    assert torch.equal(found, gradient.t().contiguous() @ x)
+    assert found.is_contiguous()
+    assert found.untyped_storage().nbytes() == stride * 24 * dtype.itemsize  # one product of all
+
+
+def test_heads_gradients_are_computed_with_their_padding() -> None:
+    """In the graph, too: the layout that is planned says so. (With the loss in chunks: a gradient
+    that is returned as it is made is left alone.)"""
+    model, inputs = odd(37, 101, bias=False)
+    captured, _ = aligned(model, inputs, loss_chunk_bytes=12 * 101 * 4)
+    products = [
+        n
+        for n in captured.graph.graph.nodes
+        if n.target is align.aligned_mm and n.meta["phase"] == "backward"
+    ]
+    step = align.PADDED_BYTES // 8
+    rows = -(-101 // step) * step
+    sizes = [
+        n.meta["val"].untyped_storage().nbytes() for n in products if n.meta["val"].shape[0] == 101
+    ]
+    assert sizes == [rows * 24 * 8] * len(sizes)
+    assert sizes
+    check_layouts(captured, model, inputs)

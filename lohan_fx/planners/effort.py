@@ -18,7 +18,8 @@ class Effort:
         ladder: most trials on the ladder.
         assignments: most assignments that are enumerated.
         simulations: most of them that are simulated.
-        polish: most plans that the last local search simulates.
+        polish: most plans that the last local search simulates from one start.
+        around: from plans with so many units more or less on the device it starts, too.
         drafts: most drafts of the search that exchanges choices, and regions with them.
         starts: from the best plans of so many strategies it begins.
         nodes: most nodes of branch and bound in a trial at the budget itself.
@@ -33,6 +34,7 @@ class Effort:
     assignments: int = 40_000
     simulations: int = 1_500
     polish: int = 48
+    around: int = 0
     drafts: int = 300
     starts: int = 4
     nodes: int = 6
@@ -45,8 +47,8 @@ class Effort:
         ops = len(workload.ops)
         if ops <= 150:
             return cls(drafts=300 if ops <= 80 else 100, lean=120, lower=40)
-        if ops <= 1_000:
-            return cls(assignments=0, drafts=0, polish=16, nodes=2, lean=40, lower=1)
+        if ops <= 1_500:
+            return cls(assignments=0, drafts=0, polish=24, around=1, nodes=2, lean=40, lower=1)
         if ops <= 4_000:
             return cls(ladder=2, assignments=0, drafts=0, polish=0, nodes=1)
         reserves = (1.0, 2.0)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 import numpy as np
 
@@ -193,6 +194,7 @@ class _Search:
     options: PlannerOptions
     best: _Candidate | None = None
     by_source: dict[str, _Candidate] = field(default_factory=dict)
+    around: list[Plan] = field(default_factory=list)
     errors: list[InsufficientMemoryError] = field(default_factory=list)
     num_simulated: int = 0
     num_drafts: int = 0
@@ -319,13 +321,16 @@ class _Search:
 
     def simulate(self, assignment: Assignment) -> None:
         """Offer an assignment if it fits and its bound leaves room below the best plan."""
-        if not self.may_gain(self.bound_of(assignment)):
-            return
+        if self.may_gain(self.bound_of(assignment)):
+            self.seconds_of(assignment)
+
+    def seconds_of(self, assignment: Assignment) -> float:
+        """Offer an assignment. Its seconds; infinite if it does not fit or was offered before."""
         try:
             made = make_draft(self.model, assignment, self.budget, NAME)
         except InsufficientMemoryError:
-            return
-        self.finish(made, self.budget)
+            return math.inf
+        return self.finish(made, self.budget)
 
     def simulate_late(self, assignment: Assignment, limit_s: float = math.inf) -> float:
         """Offer an assignment with regions as late as can be, and with some joined to earlier ones.
@@ -388,9 +393,8 @@ class _Search:
             if not all_fit and _wants_all_resident(name, self.options):
                 continue  # it cannot fit, and large models take seconds to find that out
             try:
-                found = registry.get(name)(*args)
-                if isinstance(found, Choices):
-                    found = finish(*args, found, name)
+                made = self._made(name)
+                found = finish(*args, made, name) if isinstance(made, Choices) else made
             except InsufficientMemoryError as error:
                 self.errors.append(error)
             except LohanError:
@@ -398,6 +402,15 @@ class _Search:
             else:
                 if self.may_gain(self.bound_of(assignment_of(self.model, found))):
                     self.offer(found, name)
+
+    def _made(self, name: str) -> Plan | Choices:
+        """What a strategy plans; the plans around that of `lohan-resident` are kept for later."""
+        args = (self.workload, self.hw, self.budget, self.options)
+        if name != resident.NAME:
+            return registry.get(name)(*args)
+        plans = resident.plans_around(*args, self.effort.around)
+        self.around = plans[1:]
+        return plans[0]
 
     def own_plans(self) -> None:
         """The integer program at this budget, with several shares of it left to copies."""
@@ -501,12 +514,22 @@ class _Search:
         self.exhaustive = True
 
     def polish(self) -> None:
-        """Change one unit or residual at a time, the largest first, as long as that gains."""
+        """Change one unit or residual at a time, the largest first, as long as that gains.
+
+        It begins with the best plan, and with those around the best of `lohan-resident`: where a
+        unit more just fits, Algorithm 1 may swap what should be recomputed then.
+        """
         if self.best is None or self.exhaustive or not self.effort.polish:
             return
-        assignment = assignment_of(self.model, self.best.plan)
+        for plan in (self.best.plan, *self.around):
+            self.climb(plan)
+
+    def climb(self, plan: Plan) -> None:
+        """Single changes of a plan; the first that gains is made, until none does."""
+        assignment = assignment_of(self.model, plan)
         if assignment is None:
             return
+        seconds = step_seconds(self.workload, plan, self.hw)
         stop = self.num_simulated + self.effort.polish
         names, idle, k = self._by_size(), 0, 0
         while idle < len(names) and self.num_simulated < stop and not self.done:
@@ -515,11 +538,12 @@ class _Search:
             for option in self.model.groups[self.model.group_of[name]].options:
                 if option == assignment[name] or self.num_simulated >= stop:
                     continue
-                before = self.best
                 changed = {**assignment, name: option}
-                self.simulate(changed)
-                if self.best is not before:
-                    assignment, idle = changed, 0
+                if self.bound_of(changed) >= seconds * (1 - _SAME):
+                    continue
+                made_s = self.seconds_of(changed)
+                if made_s < seconds * (1 - _SAME):
+                    assignment, seconds, idle = changed, made_s, 0
 
     def exchange(self) -> None:
         """From the best plans of several strategies, change one or two choices at a time.
@@ -551,9 +575,11 @@ class _Search:
                     break
 
     def _by_size(self) -> list[str]:
+        """Residuals and units in turn, the largest of each first."""
         units = [(u.compute_bytes + u.state_bytes, u.name) for u in self.workload.units]
         sizes = [(self.workload.values[v].num_bytes, v) for v in self.workload.residuals]
-        return [name for _, name in sorted([*units, *sizes], key=lambda item: (-item[0], item[1]))]
+        ordered = (sorted(of, key=lambda item: (-item[0], item[1])) for of in (sizes, units))
+        return [item[1] for pair in zip_longest(*ordered) for item in pair if item is not None]
 
     # -- explanations ---------------------------------------------------------------------------
 

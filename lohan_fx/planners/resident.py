@@ -70,9 +70,26 @@ def plan_resident(
     Raises:
         InsufficientMemoryError: as strategy "lohan" does.
     """
+    return plans_around(workload, hw, budget, options, 0)[0]
+
+
+def plans_around(
+    workload: Workload,
+    hw: HardwareProfile,
+    budget: MemoryBudget,
+    options: PlannerOptions,
+    distance: int,
+) -> list[Plan]:
+    """The best plan, then those with up to `distance` units more or less on the device, if they
+    fit: where memory is tight, Algorithm 1 may make little of a count that is better.
+
+    Raises:
+        InsufficientMemoryError: as strategy "lohan" does.
+    """
     order = _last_gradients_first(workload, options)
     counts = _Counts(workload, hw, budget, options, order)
     low, high = 0, _most(workload, budget, order) if may_help(workload, budget, options) else 0
+    most = high
     best = min((low, high), key=counts.seconds)
     while high - low > 1:  # like bisection: around the best of three inner points
         inner = sorted({low + (high - low) * k // 4 for k in (1, 2, 3)} - {low, high})
@@ -83,11 +100,19 @@ def plan_resident(
         if around == (low, high):  # nothing is left between them
             break
         low, high = around
-    made = counts.found[best]
-    if made is None:
+    wanted = [best]
+    for k in range(1, distance + 1):
+        wanted += [count for count in (best + k, best - k) if 0 <= count <= most]
+    found = []
+    for count in wanted:
+        counts.seconds(count)
+        made = counts.found[count]
+        if made is not None:
+            note = f"{count} of {len(workload.units)} units are resident: those whose gradients "
+            found.append(replace(made[1], notes=(f"{note}come last", *made[1].notes)))
+    if not found:
         raise min(counts.errors, key=lambda e: e.need_bytes)
-    note = f"{best} of {len(workload.units)} units are resident: those whose gradients come last"
-    return replace(made[1], notes=(note, *made[1].notes))
+    return found
 
 
 def may_help(workload: Workload, budget: MemoryBudget, options: PlannerOptions) -> bool:

@@ -8,7 +8,8 @@ device memory, in the host slab, or in a mapping of the SSD file; so does ``.gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,12 +20,14 @@ from lohan_fx._compat import version_of
 from lohan_fx.annotate import Slice, StateLayout, UnitLayout
 from lohan_fx.errors import LohanError, StepError
 from lohan_fx.footprint import PAGE_BYTES, align
+from lohan_fx.initialization import realize
 from lohan_fx.plan import Tier
 from lohan_fx.runtime._memory import forget_pages, tensor_over
 from lohan_fx.runtime.arena import Arena, Region
 from lohan_fx.runtime.guards import ConsumedGradient, LentGradient
 from lohan_fx.runtime.optimizer import UnitOptimizer, pull_initial_state, release_state
 from lohan_fx.runtime.ssd import StripedFile
+from lohan_fx.weights import Source
 from lohan_fx.workload import Unit
 
 
@@ -199,6 +202,7 @@ class ModelStates:
         device: the compute device.
         arena, region: the slab and the part of it that holds the host units.
         file: the SSD file that holds the SSD units.
+        source: gives units with parameters on the meta device their values.
     """
 
     def __init__(
@@ -213,6 +217,7 @@ class ModelStates:
         arena: Arena | None,
         region: Region | None,
         file: StripedFile | None,
+        source: Source | None = None,
     ) -> None:
         self.device = device
         self.file = file
@@ -220,6 +225,7 @@ class ModelStates:
         by_name = dict(model.named_parameters())
         places = {name: i for i, name in enumerate(by_name)}
         self.units: list[UnitStates] = []
+        on_meta: list[str] = []
         host_offset = region.offset if region is not None else 0
         ssd_offset = 0
         for index, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
@@ -253,33 +259,79 @@ class ModelStates:
                 buffer = self._mapping[ssd_offset : ssd_offset + states.num_bytes]
                 states.offset = ssd_offset
                 ssd_offset += states.num_bytes
-            states.flats = states.carve(buffer)
-            self._adopt(states, optimizer)
+            states.flats = flats = states.carve(buffer)
+            dtype = parameters[0].dtype
+            states.visible = next(
+                (f for f in (flats.master, flats.compute) if f.dtype == dtype), None
+            )
             self.units.append(states)
-            if states.tier == "ssd":  # written through the mapping: let its pages go, unit by unit
-                self.flush()
-                forget_pages(buffer)
+            with torch.no_grad():
+                for i, (s, p) in enumerate(zip(layout.slices, parameters, strict=True)):
+                    if p.is_meta:
+                        on_meta.append(s.name)
+                    else:
+                        self._write(states, i, p.detach())
+            if not any(p.is_meta for p in parameters):
+                self._adopt(states, optimizer)
+        if on_meta:
+            assert source is not None
+            self.write(source.stream(model, on_meta), on_meta, optimizer)
 
-    def _adopt(self, states: UnitStates, optimizer: torch.optim.Optimizer | None) -> None:
-        """Copy a unit's parameters (and optimizer state) in, and make the parameters views."""
+    @staticmethod
+    def _write(states: UnitStates, index: int, value: Tensor) -> None:
+        """Copy the value of a unit's parameter into its flats."""
         flats = states.flats
         assert flats is not None
-        layout = states.layout
-        with torch.no_grad():
-            for target in {id(f): f for f in (flats.compute, flats.master)}.values():
-                for view, p in zip(views_of(target, layout.slices), states.parameters, strict=True):
-                    view.copy_(p.detach())
-            if optimizer is not None:
+        s = states.layout.slices[index]
+        for flat in {id(f): f for f in (flats.compute, flats.master)}.values():
+            flat.as_strided(s.shape, s.stride, flat.storage_offset() + s.offset).copy_(value)
+
+    def _adopt(self, states: UnitStates, optimizer: torch.optim.Optimizer | None) -> None:
+        """Take a unit's optimizer state, and make its parameters views of its flats."""
+        if optimizer is not None:
+            with torch.no_grad():
                 _take_states(states, optimizer)
-        dtype = states.parameters[0].dtype
-        states.visible = next((f for f in (flats.master, flats.compute) if f.dtype == dtype), None)
         self._expose(states)
+        self.flush(states)
+
+    def write(
+        self,
+        values: Iterable[tuple[str, Tensor]],
+        names: Collection[str],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Write parameters by name, as they come; each unit's are exposed with its last one.
+
+        Args:
+            values: of any floating dtype, in any order.
+            names: of all that come.
+            optimizer: has states for these units, to be taken over.
+        """
+        where = {
+            s.name: (states, i) for states in self.units for i, s in enumerate(states.layout.slices)
+        }
+        waiting = Counter(where[name][0].index for name in names)
+        for name, value in values:
+            states, i = where[name]
+            p = states.parameters[i]
+            with torch.no_grad():
+                self._write(states, i, value)
+                if states.visible is None:  # it keeps memory of its own
+                    if p.is_meta:
+                        realize(p, torch.empty_like(p, device="cpu"))
+                    p.copy_(value)
+            waiting[states.index] -= 1
+            if not waiting[states.index]:
+                self._adopt(states, optimizer)
 
     def _expose(self, states: UnitStates) -> None:
         if states.visible is not None:
             views = views_of(states.visible, states.layout.slices)
             for p, view in zip(states.parameters, views, strict=True):
-                p.data = _alone(view)
+                if p.is_meta:
+                    realize(p, _alone(view))
+                else:
+                    p.data = _alone(view)
         states.versions = [version_of(p) for p in states.parameters]
 
     def sync_from_user(self, *, behind: bool = False) -> None:
@@ -367,10 +419,23 @@ class ModelStates:
             states.home[0].release(*states.home[1:], states.num_bytes)
         states.home = None if arena is None else (arena, 0)
 
-    def flush(self) -> None:
-        """Make writes through the SSD mapping visible to direct reads of the file."""
-        if self.file is not None:
+    def flush(self, written: UnitStates | None = None) -> None:
+        """Make writes through the SSD mapping visible to direct reads of the file.
+
+        Args:
+            written: the one unit that was written, if it was one: its pages leave the process.
+        """
+        if self.file is not None and (written is None or written.tier == "ssd"):
             self.file.flush()
+            if written is not None:
+                assert self._mapping is not None
+                end = written.offset + written.num_bytes
+                forget_pages(self._mapping[written.offset : end])
+
+    def forget(self) -> None:
+        """Let pages of the SSD mapping that were only read leave the process."""
+        if self._mapping is not None:
+            forget_pages(self._mapping)
 
     # -- gradients that stay --------------------------------------------------------------------
 
@@ -496,12 +561,28 @@ class ModelStates:
             states.direct = on_device(states.flats.compute, self.device)
         return states.direct
 
-    def take_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over states that the optimizer has loaded."""
-        with torch.no_grad():
-            for states in self.units:
+    def take_states(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lend: Callable[[Mapping[str, nn.Parameter]], None] | None = None,
+    ) -> None:
+        """Take over states that the optimizer has loaded.
+
+        Args:
+            optimizer: the user's.
+            lend: puts states of the parameters that it is given into the optimizer; called for
+                one unit after another.
+        """
+        for states in self.units:
+            if lend is not None:
+                lend(
+                    dict(
+                        zip((s.name for s in states.layout.slices), states.parameters, strict=True)
+                    )
+                )
+            with torch.no_grad():
                 _take_states(states, optimizer)
-        self.flush()
+            self.flush(states)
 
     def release(self, optimizer: torch.optim.Optimizer) -> None:
         """Take back what `give_back` gave."""
@@ -523,6 +604,13 @@ class ModelStates:
                     names = states.optimizer.state_names(i)
                     entry.update({name: _alone(moments[name][i]) for name in names})
                     optimizer.state[p] = entry
+
+    def hidden_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """Masters by name where the user's parameter is the compute copy, of less precision."""
+        for states in self.units:
+            if states.mixed and states.flats is not None and states.visible is states.flats.compute:
+                views = views_of(states.flats.master, states.layout.slices)
+                yield from zip((s.name for s in states.layout.slices), views, strict=True)
 
     def resident_views(self) -> dict[str, Tensor]:
         """Name → what the graph reads, for parameters of units in the device tier."""

@@ -1,0 +1,576 @@
+"""Checkpoints: a directory of safetensors files, written and read one tensor at a time.
+
+    model.safetensors       parameters and persistent buffers under the model's own names
+    optimizer.safetensors   the optimizer's tensors, as ``<parameter>.<state>``
+    extra.safetensors       states of random generators, tensors of ``extra=``
+    checkpoint.json         the step, hyperparameters of groups, scalar states, ``extra=``
+
+Large files become shards with an index, as transformers writes them. A parameter with several
+names is written once, and the file's metadata has the others, as ``safetensors.torch.save_model``
+writes and ``load_model`` reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import operator
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lohan_fx.atomic import DTYPE_NAMES, TensorFile, TextFile, tensor_files, write_directory
+from lohan_fx.atomic import found as found_directory
+from lohan_fx.compiled import CompiledModel
+from lohan_fx.errors import (
+    CheckpointError,
+    LohanError,
+    StepError,
+)
+from lohan_fx.hardware import parse_bytes
+from lohan_fx.runtime.optimizer import UnitOptimizer
+from lohan_fx.weights import (
+    DTYPES,
+    INDEX,
+    WHOLE,
+    FileStore,
+    Place,
+    StoredWeights,
+    fill,
+    match,
+    places_of,
+    sharded,
+    take_buffers,
+)
+
+FORMAT = "lohan_fx checkpoint"
+VERSION = 1
+MAX_SHARD_BYTES = 5 << 30
+
+_DESCRIPTION = "checkpoint.json"
+_OPTIMIZER = "optimizer.safetensors"
+_OPTIMIZER_INDEX = "optimizer.safetensors.index.json"
+_EXTRA = "extra.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What `load` found besides the states that it has put back."""
+
+    path: Path
+    step: int | None
+    extra: dict[str, Any]
+
+
+def save(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    optimizer: Optimizer | Literal[False] | None = None,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    max_shard_bytes: int | str = MAX_SHARD_BYTES,
+) -> Path:
+    """Write a checkpoint of `model` and its optimizer; it replaces the one that is there.
+
+    Works for compiled models, whose states are written from the tiers where they are, and for
+    any other nn.Module. Memory is taken for one tensor at a time, and only where it is not in host
+    memory already. The checkpoint is complete or not there: it is written beside `directory`, made
+    durable, and takes its place in one step of the file system; what was there before stays until
+    then, also if the process is killed.
+
+    Saved are parameters, persistent buffers, the optimizer's states and hyperparameters, the
+    states of the random generators (torch's on the CPU and on all CUDA devices, Python's,
+    NumPy's), and `extra`.
+
+    Args:
+        model: any module.
+        directory: is made. Its parent must be there, or can be made.
+        optimizer: None takes the one that the model was compiled with, if any. False leaves it
+            out.
+        step: for `latest`, and for your loop.
+        extra: anything else that a resumed run needs, such as ``scheduler.state_dict()``: nested
+            dicts, lists and tuples of tensors, numbers, strings, booleans and None.
+        max_shard_bytes: larger files become shards with an index.
+
+    Raises:
+        StepError: between backward and ``optimizer.step()``, or after a step that failed halfway.
+        StorageError: too little space (the message has path, need and have), or a failed write.
+        LohanError: `extra` has something that cannot be written; the model has no data yet.
+    """
+    target = Path(directory)
+    compiled = _compiled(model)
+    optimizer = _chosen(compiled, optimizer)
+    if compiled is not None:
+        compiled.check_ended()
+        _check_whole(compiled)
+    tensors: dict[str, Tensor] = {}
+    description: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    description["step"] = None if step is None else operator.index(step)
+    description["extra"] = _encode(dict(extra or {}), "extra", tensors)
+    description["random"] = _encode(_random_states(), "random", tensors)
+    places = places_of(model)
+    lost = [place.name for place in places if place.tensor.is_meta]
+    if lost:
+        raise LohanError(
+            f"{lost[0]} is on the meta device: the model gets its data at the first forward. Run "
+            "one, or model.lohan.prepare(*inputs), before saving"
+        )
+    aliases = {name: place.name for place in places for name in place.names[1:]}
+    limit = parse_bytes(max_shard_bytes)
+    with _lent(compiled, optimizer):
+        weights = {place.name: place.tensor for place in places}
+        files = tensor_files(weights, WHOLE, limit, {"format": "pt", **aliases})
+        if optimizer is not None:
+            described, states = _describe(model, compiled, optimizer, tensors)
+            description["optimizer"] = described
+            files += tensor_files(states, _OPTIMIZER, limit, {})
+        files.append(TensorFile(_EXTRA, tensors, {}))
+        config = getattr(getattr(model, "config", None), "to_json_string", None)
+        if config is not None:  # transformers: `from_pretrained(directory)` works
+            files.append(TextFile("config.json", config()))
+        description["files"] = [file.name for file in files]
+        files.append(TextFile(_DESCRIPTION, json.dumps(description)))
+        memory = None if compiled is None else compiled.memory
+        write_directory(
+            target,
+            files,
+            replaces=_old_files(found_directory(target)),
+            relieve=(lambda: None) if memory is None else memory.states.forget,
+        )
+    return target
+
+
+def load(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    optimizer: Optimizer | Literal[False] | None = None,
+    rng: bool = True,
+) -> Checkpoint:
+    """Put a checkpoint of `save` back into `model` and its optimizer, one tensor at a time.
+
+    A run goes on bit by bit as it would have: with the same options, or other tiers, budgets and
+    strategies, compiled or in plain PyTorch. Everything is checked before anything is written.
+    A compiled model that has not run yet gets what it has memory for now, and the rest (parameters
+    on the meta device, the optimizer's states) at its first forward; leave the files where they
+    are until then.
+
+    Args:
+        model: as it was when it was saved: the same names and shapes.
+        directory: of `save`.
+        optimizer: with the same parameters in the same groups. None takes the one that the model
+            was compiled with, if any. False leaves the optimizer's states alone.
+        rng: put the states of the random generators back, too.
+
+    Returns:
+        The step and ``extra=`` that were saved.
+
+    Raises:
+        CheckpointError: files are missing, damaged, or of another model or optimizer; nothing has
+            been changed.
+        StepError: between backward and ``optimizer.step()``.
+    """
+    path = found_directory(Path(directory))
+    compiled = _compiled(model)
+    optimizer = _chosen(compiled, optimizer)
+    if compiled is not None:
+        compiled.check_ended()
+    description = _read_description(path)
+    extra = FileStore([(path / _EXTRA, None)], str(path / _EXTRA))
+    places = places_of(model)
+    store = sharded(path, WHOLE, INDEX)
+    keys = match(model, places, store)
+    states = None
+    if optimizer is not None:
+        states = _States(model, optimizer, path, description)
+        if compiled is not None and optimizer is compiled.optimizer:
+            states.check_elementwise()
+        store.join(states.store, states.masters.values())
+    if compiled is None and any(place.tensor.is_meta for place in places):
+        raise LohanError(
+            "the model is on the meta device: compile it before load(), or give it memory with "
+            "model.to_empty(device='cpu')"
+        )
+    tensors = dict(zip(extra.infos, map(torch.clone, extra.read(extra.infos)), strict=True))
+    found = _decode(description["extra"], tensors)
+    random_states = _decode(description["random"], tensors)
+    take_buffers(model, places, store, keys)
+    if states is None:
+        _load_weights(compiled, places, StoredWeights(store, keys), ())
+    else:
+        exact = StoredWeights(store, {**keys, **states.masters})
+        _load_weights(compiled, places, exact, tuple(states.masters))
+        if compiled is not None and optimizer is compiled.optimizer:
+            states.load_groups(tensors)
+            compiled.load_states(states.lend)
+        else:
+            states.load_plainly(tensors)
+    if rng:
+        _set_random_states(random_states)
+    return Checkpoint(path=path, step=description["step"], extra=found)
+
+
+def latest(directory: str | Path) -> Path | None:
+    """The checkpoint with the highest step among the directories in `directory`; None if there
+    is none. Checkpoints that were cut short do not count."""
+    found: list[tuple[int, Path]] = []
+    root = Path(directory)
+    for path in root.iterdir() if root.is_dir() else ():
+        with contextlib.suppress(CheckpointError):
+            step = _read_description(path)["step"]
+            if step is not None and not path.name.startswith("."):
+                found.append((step, path))
+    return max(found)[1] if found else None
+
+
+# ---------------------------------------------------------------------------------------------
+# Model and optimizer
+# ---------------------------------------------------------------------------------------------
+
+
+def _compiled(model: nn.Module) -> CompiledModel | None:
+    found = model.__dict__.get("_lohan")
+    return found if isinstance(found, CompiledModel) else None
+
+
+def _check_whole(compiled: CompiledModel) -> None:
+    """Refuse a model of which some units took a step that others did not."""
+    updater = compiled.memory.updater if compiled.memory is not None else None
+    if updater is not None and updater.torn:
+        raise StepError(
+            "a step failed after some units were updated, so the model stands between two steps "
+            f"({', '.join(updater.torn)} took the step, the others did not) and is not saved: go "
+            "on from the last checkpoint"
+        )
+
+
+def _chosen(
+    compiled: CompiledModel | None, optimizer: Optimizer | Literal[False] | None
+) -> Optimizer | None:
+    if optimizer is None and compiled is not None:
+        return compiled.optimizer
+    return optimizer or None
+
+
+@contextlib.contextmanager
+def _lent(compiled: CompiledModel | None, optimizer: Optimizer | None) -> Iterator[None]:
+    """The optimizer has its states, as views of where they are."""
+    if compiled is None or optimizer is not compiled.optimizer:
+        yield
+        return
+    compiled.lend_states()
+    try:
+        yield
+    finally:
+        compiled.unlend_states()
+
+
+def _load_weights(
+    compiled: CompiledModel | None,
+    places: Sequence[Place],
+    source: StoredWeights,
+    masters: Sequence[str],
+) -> None:
+    if compiled is None or compiled.memory is None:
+        fill(places, source)
+        if compiled is not None:
+            compiled.source = source
+            compiled.masters = masters
+        return
+    states = compiled.memory.states
+    names = [s.name for unit in states.units for s in unit.layout.slices]
+    states.write(source.stream(compiled.model, names), names)
+    fill([p for p in places if not isinstance(p.tensor, nn.Parameter)], source)
+
+
+def _names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Names of the parameters of each group."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = []
+    for g, group in enumerate(optimizer.param_groups):
+        foreign = [tuple(p.shape) for p in group["params"] if id(p) not in names]
+        if foreign:
+            raise LohanError(
+                f"group {g} of the {type(optimizer).__name__} has a parameter of shape "
+                f"{foreign[0]} that is not in the {type(model).__name__}: a checkpoint holds one "
+                "model and its own optimizer"
+            )
+        found.append([names[id(p)] for p in group["params"]])
+    return found
+
+
+def _describe(
+    model: nn.Module, compiled: CompiledModel | None, optimizer: Optimizer, extra: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What JSON has to say of the optimizer, and its tensors. Tensor hyperparameters go to
+    `extra`."""
+    name = type(optimizer).__name__
+    tensors: dict[str, Tensor] = {}
+    groups = []
+    states = {}
+    for g, (group, names) in enumerate(
+        zip(optimizer.param_groups, _names_of(model, optimizer), strict=True)
+    ):
+        values = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append({"params": names, "values": _encode(values, f"{name}.groups.{g}", extra)})
+        for p, of in zip(group["params"], names, strict=True):
+            if optimizer.state.get(p):
+                states[of] = _encode(dict(optimizer.state[p]), of, tensors)
+    masters = {}
+    if compiled is not None and compiled.memory is not None and optimizer is compiled.optimizer:
+        for of, master in compiled.memory.states.hidden_masters():
+            masters[of] = f"{of}.fp32_master"
+            tensors[masters[of]] = master
+    described = {"class": name, "groups": groups, "states": states, "masters": masters}
+    return described, tensors
+
+
+class _States:
+    """The optimizer's part of a checkpoint, checked against an optimizer.
+
+    Attributes:
+        store: the tensors.
+        masters: parameter → key of its master, where the parameter has less precision.
+
+    Raises:
+        CheckpointError: there is none, or it is of other groups.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, path: Path, description: Mapping[str, Any]
+    ) -> None:
+        found = description.get("optimizer")
+        if found is None:
+            raise CheckpointError(
+                f"{path} has no states of an optimizer: it was saved without. Pass "
+                "optimizer=False to load weights only"
+            )
+        self._optimizer = optimizer
+        self._path = path
+        self._groups: list[dict[str, Any]] = found["groups"]
+        self._entries: dict[str, Any] = found["states"]
+        self._parameters = dict(model.named_parameters())
+        self.masters: dict[str, str] = found["masters"]
+        self.store = sharded(path, _OPTIMIZER, _OPTIMIZER_INDEX)
+        self._names = _names_of(model, optimizer)
+        saved = [group["params"] for group in self._groups]
+        if [sorted(names) for names in saved] != [sorted(names) for names in self._names]:
+            raise CheckpointError(self._other_groups(saved))
+        keys = [key for entry in found["states"].values() for key in _tensors_in(entry)]
+        lost = [k for k in (*keys, *self.masters.values()) if k not in self.store.infos]
+        if lost:
+            raise CheckpointError(f"{self.store.name} lacks {', '.join(lost[:8])}")
+
+    def _other_groups(self, saved: list[list[str]]) -> str:
+        lines = [
+            f"{self._path} is of another optimizer: {len(saved)} groups of "
+            f"{[len(names) for names in saved]} parameters, here "
+            f"{len(self._names)} of {[len(names) for names in self._names]}"
+        ]
+        for g, (a, b) in enumerate(zip(saved, self._names, strict=False)):
+            only = [("checkpoint", set(a) - set(b)), ("optimizer", set(b) - set(a))]
+            lines += [
+                f"  group {g}, only in the {where}: {', '.join(sorted(names)[:8])}"
+                for where, names in only
+                if names
+            ]
+        return "\n".join(lines)
+
+    def check_elementwise(self) -> None:
+        """Refuse states that the present options of the optimizer do not go with."""
+        names = [name for names in self._names for name in names]
+        unit = UnitOptimizer(self._optimizer, [self._parameters[name] for name in names])
+        for i, name in enumerate(names):
+            entry = {k: v for k, v in self._entries.get(name, {}).items() if v is not None}
+            wanted = {*unit.state_names(i), *unit.scalar_names(i)}
+            if entry and set(entry) != wanted:
+                raise CheckpointError(
+                    f"{self._path} has the states {sorted(entry)} for {name}; this "
+                    f"{type(self._optimizer).__name__} keeps {sorted(wanted)}: construct the "
+                    "optimizer with the options that it was saved with"
+                )
+            shape = tuple(self._parameters[name].shape)
+            for key in unit.state_names(i) if entry else ():
+                info = [self.store.infos[k].shape for k in _tensors_in(entry[key])] or [()]
+                if info[0] != shape:
+                    raise CheckpointError(
+                        f"{key} of {name} in {self.store.name} has shape {info[0]}, the parameter "
+                        f"{shape}"
+                    )
+
+    def lend(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Give the optimizer the states of these parameters, as they are in the files."""
+        keys = [key for name in parameters for key in _tensors_in(self._entries.get(name))]
+        tensors = dict(zip(keys, self.store.read(keys), strict=True))
+        for name, p in parameters.items():
+            if name in self._entries:
+                self._optimizer.state[p] = _decode(self._entries[name], tensors)
+
+    def load_groups(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the hyperparameters; tensors among them keep their identity."""
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for key, value in _decode(saved["values"], tensors).items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].copy_(torch.as_tensor(value))
+                else:
+                    group[key] = value
+
+    def load_plainly(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load states and hyperparameters by the optimizer's own ``load_state_dict``."""
+        self._optimizer.state.clear()
+        self.lend(self._parameters)
+        groups: list[dict[str, Any]] = []
+        states = {}
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            first = sum(len(g["params"]) for g in groups)
+            indices = range(first, first + len(group["params"]))
+            groups.append({**_decode(saved["values"], tensors), "params": list(indices)})
+            for i, p in zip(indices, group["params"], strict=True):
+                entry = self._optimizer.state.pop(p, None)
+                if entry is not None:
+                    states[i] = {
+                        k: v.clone() if isinstance(v, Tensor) else v for k, v in entry.items()
+                    }
+        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+# ---------------------------------------------------------------------------------------------
+# Random generators
+# ---------------------------------------------------------------------------------------------
+
+
+def _random_states() -> dict[str, Any]:
+    version, numbers, gauss = random.getstate()
+    numpy = np.random.get_state(legacy=False)
+    assert isinstance(numpy, dict)
+    state = dict(numpy["state"])
+    if "key" in state:
+        state["key"] = torch.from_numpy(state["key"].astype(np.int64))
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
+        "numpy": {**numpy, "state": state},
+    }
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    numpy = dict(states["numpy"])
+    if "key" in numpy["state"]:
+        numpy["state"] = {**numpy["state"], "key": numpy["state"]["key"].numpy().astype(np.uint32)}
+    np.random.set_state(numpy)
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] and torch.cuda.is_available():
+        for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
+            torch.cuda.set_rng_state(state, device)
+
+
+# ---------------------------------------------------------------------------------------------
+# Values in JSON
+# ---------------------------------------------------------------------------------------------
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """A value as JSON; its tensors are put into `tensors`, under keys that start with `path`."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.dtype not in DTYPE_NAMES:
+            raise LohanError(
+                f"{path} is a tensor of {value.dtype}, {value.layout}: safetensors files hold "
+                f"{', '.join(str(d).removeprefix('torch.') for d in DTYPE_NAMES)}"
+            )
+        if not value.dim() and not value.is_complex():
+            return {"$scalar": [DTYPE_NAMES[value.dtype], value.item()]}
+        key = path
+        while key in tensors:
+            key += "_"
+        tensors[key] = value.detach()
+        return {"$tensor": key}
+    if isinstance(value, Mapping):
+        kind = "$counter" if isinstance(value, Counter) else "$items"
+        if kind == "$items" and all(isinstance(k, str) and k[:1] != "$" for k in value):
+            return {k: _encode(v, f"{path}.{k}", tensors) for k, v in value.items()}
+        pairs = [
+            [_encode(k, f"{path} key", tensors), _encode(v, f"{path}.{k}", tensors)]
+            for k, v in value.items()
+        ]
+        return {kind: pairs}
+    if type(value) in (list, tuple):
+        found = [_encode(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]
+        return found if isinstance(value, list) else {"$tuple": found}
+    raise LohanError(
+        f"{path} is a {type(value).__qualname__}, which a checkpoint cannot hold (nothing is "
+        "pickled): give dicts, lists, tuples, tensors, numbers, strings, booleans and None, such "
+        "as the state_dict() of the object"
+    )
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        kind, inner = next(iter(value.items()))
+        if kind == "$tensor":
+            return tensors[inner]
+        if kind == "$scalar":
+            return torch.tensor(inner[1], dtype=DTYPES[inner[0]])
+        if kind == "$tuple":
+            return tuple(_decode(inner, tensors))
+        if kind in ("$items", "$counter"):
+            made = {_decode(k, tensors): _decode(v, tensors) for k, v in inner}
+            return Counter(made) if kind == "$counter" else made
+    return {k: _decode(v, tensors) for k, v in value.items()}
+
+
+def _tensors_in(value: Any) -> list[str]:
+    """Keys of the tensors in an encoded value."""
+    if isinstance(value, dict):
+        if "$tensor" in value:
+            return [value["$tensor"]]
+        return [key for v in value.values() for key in _tensors_in(v)]
+    return [key for v in value for key in _tensors_in(v)] if isinstance(value, list) else []
+
+
+def _old_files(path: Path) -> set[str] | None:
+    """The files of the checkpoint at `path`; None if there is none."""
+    try:
+        return {*_read_description(path)["files"], _DESCRIPTION}
+    except CheckpointError:
+        return None
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    file = path / _DESCRIPTION
+    try:
+        found = json.loads(file.read_text())
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} is no checkpoint of lohan_fx.save: cannot read {file}: {error.strerror}"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise CheckpointError(f"{file} is of another format than {FORMAT!r}")
+    if found.get("version") != VERSION:
+        raise CheckpointError(
+            f"{file} is of version {found.get('version')}; this lohan_fx reads {VERSION}"
+        )
+    lost = [k for k in ("step", "extra", "random", "files") if k not in found]
+    if lost:
+        raise CheckpointError(f"{file} is damaged: it lacks {', '.join(lost)}")
+    return found
