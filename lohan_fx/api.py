@@ -78,8 +78,17 @@ class LohanModule(Unmoved):
     # Who asks for parameters gets them as the last step made them.
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        self.lohan.sync()
+        if not self.lohan.resetting:
+            self.lohan.sync()
         return super().named_parameters(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ever, without waiting for updates: it reads no parameter."""
+        self.lohan.resetting = True
+        try:
+            super().zero_grad(set_to_none)
+        finally:
+            self.lohan.resetting = False
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self.lohan.sync()
@@ -113,6 +122,7 @@ def compile(
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
     skip_nonfinite: bool = False,
+    forwards: int = 1,
     refine: bool | Literal["auto"] = "auto",
     weights: WeightsArgument | None = None,
 ) -> M:
@@ -169,6 +179,8 @@ def compile(
         clip_grad_value: bring every element of them into [-value, value], with any schedule.
         skip_nonfinite: leave a step out whose gradients have no finite norm; schedules as for
             `clip_grad_norm`. ``model.lohan.skipped_steps`` counts them.
+        forwards: how many forwards may wait for their backward at once: 2 if a loss calls the
+            module twice. Each takes memory for what it saves; gradients add up until none waits.
         refine: let the first four steps correct the cost model (`lohan_fx.refinement`): if another
             plan is predicted to be faster by more than 2%, it replaces the first one before the
             fifth step, and says so. Units that move between device and host are then updated by
@@ -202,6 +214,8 @@ def compile(
             "the model was made by torch.compile, which lohan_fx.compile takes the place of: give "
             "the model itself"
         )
+    if not isinstance(forwards, int) or isinstance(forwards, bool) or forwards < 1:
+        raise LohanError(f"forwards={forwards!r}: use a number of forwards, at least 1")
     its_schedule = getattr(get(strategy), "schedule", None)
     if isinstance(plan, (str, Path)):
         plan = Plan.load(plan)
@@ -256,6 +270,7 @@ def compile(
             clip_grad_norm=clip_grad_norm,
             clip_grad_value=clip_grad_value,
             skip_nonfinite=skip_nonfinite,
+            forwards=forwards,
             refine=_refines(device) if refine == "auto" else refine,
         ),
         source,

@@ -73,10 +73,12 @@ def demand_bound(hw: HardwareProfile, d: Demand, schedule: Schedule) -> Bound:
         "ssd": _ssd_s(hw, read, d.swapped_ssd_bytes),
     }
     if schedule == "serial":
-        resource = max(work, key=work.__getitem__)
-        after = max(cpu_s, states_s)
+        device_s = d.device_update_bytes / hw.device_bytes_per_s  # beside those of other units
+        before = {**work, "gpu": work["gpu"] - device_s}
+        resource = max(before, key=before.__getitem__)
+        after = max(cpu_s, states_s, device_s)
         tail = " + optimizer" if after else ""
-        seconds = work[resource] + after
+        seconds = before[resource] + after
         work["ssd"] += states_s
         return Bound(seconds=seconds, resource=resource + tail, work={**work, "cpu": cpu_s})
     work["ssd"] += states_s

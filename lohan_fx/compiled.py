@@ -8,6 +8,7 @@ printing stay what they were.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 import weakref
@@ -42,7 +43,7 @@ from lohan_fx.plan import WAITING, Plan, Tier
 from lohan_fx.planners import make_plan
 from lohan_fx.planners.registry import Planner, PlannerOptions
 from lohan_fx.printing import ProgramModule
-from lohan_fx.program import Program, Residency, lower, residency
+from lohan_fx.program import Program, Residency, lower, residency, waiting_bytes
 from lohan_fx.refinement import MIN_GAIN, Measured, Outcome, Refinement
 from lohan_fx.runtime.arena import Arena, BufferRing, Layout, Region
 from lohan_fx.runtime.clipping import Clipping
@@ -100,6 +101,7 @@ class Options:
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
     skip_nonfinite: bool = False
+    forwards: int = 1
     refine: bool = False
 
 
@@ -232,6 +234,7 @@ class CompiledModel:
         self.source = source
         self.masters: Sequence[str] = ()
         self.pending_states: Callable[[Mapping[str, nn.Parameter]], None] | None = None
+        self.resetting = False
         self._said: set[str] = set()
         self._num_evaluations = 0
         self._uncapturable: set[Signature] = set()
@@ -251,6 +254,8 @@ class CompiledModel:
         self._accumulation = Accumulation(
             kept=options.gradients == "kept",
             limit=None if options.accumulate == "manual" else options.accumulate,
+            forwards=options.forwards,
+            waiting=_Waiting(self),
         )
         self._clipping = Clipping(
             max_norm=options.clip_grad_norm,
@@ -266,6 +271,7 @@ class CompiledModel:
         self._layouts: tuple[UnitLayout, ...] = unit_layouts(
             model, self._trained, self._state_layout
         )
+        self._numbers = itertools.count()
         self._anchor = torch.zeros((), requires_grad=True)
         self._closer: weakref.finalize[Any, Any] | None = None
         self._hooks: list[RemovableHandle] = []
@@ -437,8 +443,11 @@ class CompiledModel:
                 "plan with schedule 'deferred' or 'serial'"
             )
         self.sync()  # updates of the last step may still read buffers
-        for program in self.programs.values():
-            program.executor.drop_pending()  # slots and buffers may move
+        if self.options.forwards == 1 or self._slots_move(workload, plan):
+            for program in self.programs.values():
+                program.executor.drop_pending()
+        elif self.memory is not None:
+            self.memory.lanes.drain()  # buffers may move
         if self.memory is None:
             with self._stage("allocate"):
                 self.memory = self._allocate(workload, plan)
@@ -467,13 +476,61 @@ class CompiledModel:
         else:
             fixed = {u.unit.name: u.tier for u in self.memory.states.units}
         with self._stage("plan"):
-            return make_plan(
-                options.strategy,
-                workload,
-                options.hw,
-                options.budget,
-                dataclasses.replace(options.planner, fixed_units=fixed),
+            return self._fitting_plan(
+                workload, options.hw, dataclasses.replace(options.planner, fixed_units=fixed)
             )
+
+    def _fitting_plan(
+        self, workload: Workload, hw: HardwareProfile, planner: PlannerOptions
+    ) -> Plan:
+        """A plan that leaves room for what the other forwards hold that wait at once."""
+        options = self.options
+        others = options.forwards - 1
+        budget = options.budget
+        while True:
+            plan = make_plan(options.strategy, workload, hw, budget, planner)
+            if not others:
+                return plan
+            program = lower(workload, plan)
+            host = footprint.host_bytes_needed(workload, plan)
+            ssd = footprint.ssd_bytes_needed(workload, plan)
+            waiting = {
+                "device_bytes": waiting_bytes(program),
+                "host_bytes": host["residuals"],
+                "ssd_bytes": ssd["residuals"],
+            }
+            peaks = {
+                "device_bytes": residency(program).peak_bytes,
+                "host_bytes": sum(host.values()),
+                "ssd_bytes": sum(ssd.values()),
+            }
+            less = {
+                tier: size
+                for tier, peak in peaks.items()
+                if peak + others * waiting[tier] > getattr(options.budget, tier)
+                and (size := getattr(options.budget, tier) - others * waiting[tier])
+                < getattr(budget, tier)
+            }
+            if not less:
+                return plan
+            if min(less.values()) < 0:
+                raise InsufficientMemoryError(
+                    "device",
+                    others * waiting["device_bytes"],
+                    options.budget.device_bytes,
+                    where="what waiting forwards hold",
+                    advice=f"give more memory, or a smaller forwards= than {options.forwards}",
+                )
+            budget = dataclasses.replace(budget, **less)
+
+    def _slots_move(self, workload: Workload, plan: Plan) -> bool:
+        """Whether a program needs more slots than there are."""
+        if self.memory is None:
+            return True
+        store = self.memory.store
+        host = footprint.host_bytes_needed(workload, plan)["residuals"]
+        ssd = footprint.ssd_bytes_needed(workload, plan)["residuals"]
+        return host > store.host_bytes or ssd > store.ssd_bytes
 
     def _check_given(self, plan: Plan, workload: Workload) -> None:
         """Refuse a user's plan that is of another program than the one at hand."""
@@ -590,7 +647,7 @@ class CompiledModel:
         memory = Memory(
             pin=options.device.type == "cuda",
             lanes=Lanes(options.device),
-            store=SlotStore(pin=options.device.type == "cuda"),
+            store=SlotStore(pin=options.device.type == "cuda", places=options.forwards),
         )
         try:
             layout = Layout()
@@ -694,9 +751,7 @@ class CompiledModel:
         program = self._refined(program)
         executor = program.executor
         assert self.memory is not None
-        for other in self.programs.values():
-            if other is not program:
-                other.executor.drop_pending()
+        place = self._make_place(executor)
         updater = self.memory.updater
         self._check_parameters()
         self.memory.states.sync_from_user(behind=updater is not None and updater.behind)
@@ -709,7 +764,8 @@ class CompiledModel:
                 named = dict(self._named_parameters(remove_duplicate=False))
                 wanted = [r for r in executor.halves.backward_outputs if r.kind == "gradient"]
                 sources = [named[r.target] if r.target else inputs[r.index] for r in wanted]
-                flat = _Step.apply(executor, inputs, wanted, self._anchor, *sources)
+                at = (place, next(self._numbers))
+                flat = _Step.apply(executor, inputs, at, wanted, self._anchor, *sources)
         return executor.captured.unflatten(flat, args, kwargs)
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -730,12 +786,30 @@ class CompiledModel:
         with self._as_it_was() as model, torch.no_grad(), read:
             return model.forward(*args, **kwargs)
 
+    def _make_place(self, executor: Executor) -> int:
+        """Room for one more forward that waits for its backward: the oldest one too many goes."""
+        waiting = [(p, e.executor) for e in self.programs.values() for p in e.executor.waiting]
+        if self.options.forwards == 1:
+            for pending, owner in waiting:
+                owner.drop(pending)
+            return 0
+        if not executor.captured.has_backward:
+            return 0
+        waiting.sort(key=lambda each: each[0].number)
+        while len(waiting) >= self.options.forwards:
+            pending, owner = waiting.pop(0)
+            owner.drop(pending)
+        taken = {pending.place for pending, _ in waiting}
+        return next(k for k in range(self.options.forwards) if k not in taken)
+
     def _refined(self, program: CompiledProgram) -> CompiledProgram:
         """The program to run: once, another one, if the first steps' measurements say so."""
         refinement = self._refinement
         if refinement is None or not program.executor.captured.has_backward:
             return program
         assert self.memory is not None
+        if any(p.executor.waiting for p in self.programs.values()) and self.options.forwards > 1:
+            return program  # what waits could not be moved
         if not refinement.before_step(program.executor, self.memory.lanes):
             return program
         self._refinement = None
@@ -780,9 +854,7 @@ class CompiledModel:
         options = dataclasses.replace(self.options.planner, fixed_units=on_ssd or None)
         before_s = simulate(measured.workload, plan, measured.hw).step_s
         try:
-            found = make_plan(
-                self.options.strategy, measured.workload, measured.hw, self.options.budget, options
-            )
+            found = self._fitting_plan(measured.workload, measured.hw, options)
         except InsufficientMemoryError:  # it planned with other seconds before
             return None, before_s, before_s
         after_s = simulate(measured.workload, found, measured.hw).step_s
@@ -1088,6 +1160,19 @@ class _Call:
             self._method(compiled)
 
 
+class _Waiting:
+    """How many forwards of a model wait for their backward. Holds the model weakly."""
+
+    def __init__(self, compiled: CompiledModel) -> None:
+        self._compiled = weakref.ref(compiled)
+
+    def __call__(self) -> int:
+        compiled = self._compiled()
+        if compiled is None:
+            return 0
+        return sum(len(p.executor.waiting) for p in compiled.programs.values())
+
+
 @dataclass(frozen=True, slots=True)
 class _Resident:
     """Name → the tensor that the graph reads of a device-resident parameter."""
@@ -1134,11 +1219,12 @@ class _Step(torch.autograd.Function):
         ctx: Any,
         executor: Executor,
         inputs: list[Any],
+        at: tuple[int, int],
         wanted: Any,
         anchor: Tensor,
         *sources: Tensor,
     ) -> Any:
-        flat = executor.forward(inputs)
+        flat = executor.forward(inputs, *at)
         ctx.executor = executor
         ctx.pending = executor.pending
         ctx.wanted = wanted
@@ -1176,7 +1262,7 @@ class _Step(torch.autograd.Function):
             tangents[i] = tangent
         with torch.autocast(ctx.executor.captured.device.type, enabled=False):
             found = ctx.executor.backward(ctx.pending, tangents)
-        return (None, None, None, None, *[found.get((r.target, r.index)) for r in ctx.wanted])
+        return (None, None, None, None, None, *[found.get((r.target, r.index)) for r in ctx.wanted])
 
 
 def _num_states(

@@ -75,6 +75,7 @@ def plan(
     states: Literal["auto", "device", "host", "ssd"] = "auto",
     swap_to: Literal["auto", "host", "ssd"] = "auto",
     schedule: Schedule | Literal["auto"] = "auto",
+    accumulates: bool = False,
     full_trace: bool = False,
     search: SearchKind | None = None,
 ) -> Planned:
@@ -93,6 +94,8 @@ def plan(
             leaves the optimizer out.
         strategy, memory, dtype, outputs, states, swap_to, schedule: as for `lohan_fx.compile`;
             schedule "auto" is the strategy's own.
+        accumulates: units have a sum of gradients beside their states, as `compile` makes them for
+            ``accumulate=`` and ``gradients="kept"``; the step is one whose backward is the last.
         full_trace: trace every block, however many are equal.
         search: "max-batch" finds the largest batch that fits, starting at `batch`; "max-model"
             the largest model of the named model's family.
@@ -118,6 +121,7 @@ def plan(
             optimizer=optimizer,
             dtype=dtype,
             outputs=outputs,
+            accumulates=accumulates,
             full_trace=full_trace,
         ),
     )
@@ -501,6 +505,7 @@ def make_tracer(
     optimizer: Optimizer = "adamw",
     dtype: torch.dtype | Literal["auto"] | None = "auto",
     outputs: Outputs = "auto",
+    accumulates: bool = False,
     full_trace: bool = False,
 ) -> Tracer:
     """What makes workloads of a model; arguments as for `plan`.
@@ -531,7 +536,11 @@ def make_tracer(
         model=module,
         inputs=_inputs(given),
         hw=hw,
-        states=StateLayout(compute_dtype=dtype, num_states=num_states(optimizer)),
+        states=StateLayout(
+            compute_dtype=dtype,
+            num_states=num_states(optimizer),
+            accumulates=accumulates and optimizer is not None,
+        ),
         optimizer=functools.partial(make_optimizer, optimizer) if optimizer is not None else None,
         outputs=outputs,
         items=items,

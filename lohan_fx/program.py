@@ -100,6 +100,21 @@ class Residency:
     series: tuple[int, ...]
 
 
+def waiting_bytes(program: Program) -> int:
+    """Device bytes that a forward holds while it waits for its backward."""
+    made: dict[str, int] = {}
+    for x in program.instructions:
+        if x.phase == "forward":
+            made.update(x.births)
+    needed = {
+        name
+        for x in program.instructions
+        if x.phase == "backward"
+        for name in (*x.reads, *(r for op in x.body for r in op.reads))
+    }
+    return sum(size for name, size in made.items() if name in needed or name in program.pinned)
+
+
 def reload_of(value: str) -> str:
     """Name of the device buffer that a swapped residual comes back into."""
     return f"{value}@reload"

@@ -93,9 +93,11 @@ def check(
     patch: pytest.MonkeyPatch | None,
     *,
     optimizer: str = "adamw",
+    exact: bool = True,
     **options: Any,
 ) -> None:
-    """The loop notes the same with lohan_fx and without, and leaves the same model and states."""
+    """The loop notes the same with lohan_fx and without, and leaves the same model and states: to
+    the bit, or to rounding."""
     if patch is not None:
         remember_captures(patch, name)
     plain, inputs = make(name)
@@ -107,6 +109,10 @@ def check(
     found = loop(made, training, inputs)
     made.lohan.close()
     assert len(found) == len(wanted) > 0
+    if not exact:
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(list(model.parameters()), list(plain.parameters()))
+        return
     assert all(map(identical, found, wanted))
     assert_same(model, training.optimizer, plain, its.optimizer)
 

@@ -377,3 +377,22 @@ def test_the_same_weights_as_other_schedules(hw: HardwareProfile) -> None:
     (first, model, optimizer), (second, plain, its) = sides
     assert all(map(identical, first, second))
     assert_same(model, optimizer, plain, its)
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "deferred"])
+def test_resetting_gradients_waits_for_nothing(
+    schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_updates(monkeypatch, 0.1)
+    remember_captures(monkeypatch, "mlp")
+    model, inputs = make("mlp")
+    training = training_of("adam", model)
+    made = compiled(model, training.optimizer, hw, states="host", schedule=schedule)
+    loss_of("mlp", made(**inputs)).backward()
+    training.optimizer.step()
+    assert running(made)
+    made.zero_grad()
+    made.zero_grad(set_to_none=False)
+    training.optimizer.zero_grad()
+    assert running(made)
+    made.lohan.close()

@@ -30,7 +30,7 @@ from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.models import family_of, is_known, named, names
 from lohan_fx.plan import Plan
 from lohan_fx.planned import Planned, retimed
-from lohan_fx.planners import make_plan
+from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.planning import _next_batch, num_states
 from lohan_fx.report import render
 from lohan_fx.simulate import simulate
@@ -68,6 +68,20 @@ def test_it_is_the_plan_that_compile_makes() -> None:
     assert found.workload == program.workload
     assert found.plan == program.plan
     assert found.plan.count("keep") < len(found.workload.residuals)
+    compiled.lohan.close()  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 4}, {"gradients": "kept"}])
+def test_it_counts_sums_of_gradients(options: dict[str, Any]) -> None:
+    model, x = toy(2), torch.randn(8, WIDTH)
+    hw = small_hardware(device_kind="cpu", ssd=False)
+    planned = lohan_fx.plan(model, x, hw=hw, schedule="serial", accumulates=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = lohan_fx.compile(model, hw=hw, optimizer=optimizer, schedule="serial", **options)
+    program = compiled.lohan.prepare(x)  # type: ignore[union-attr, operator]
+    assert planned.workload == program.workload
+    assert planned.plan == program.plan
+    assert all(u.accumulator_bytes == 4 * u.num_params for u in planned.workload.units)
     compiled.lohan.close()  # type: ignore[union-attr, operator]
 
 
@@ -383,10 +397,11 @@ def test_the_trace_opens(planned: Planned, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "strategy", ["lohan", "zero-infinity", "zero-offload", "keep-all", "swap-all", "fuyou"]
 )
-def test_no_step_undercuts_its_bound(strategy: str) -> None:
+@pytest.mark.parametrize("schedule", ["auto", "serial", "deferred"])
+def test_no_step_undercuts_its_bound(strategy: str, schedule: Any) -> None:
     workload = gpt_workload()
     budget = MemoryBudget(device_bytes=2**30, host_bytes=2**30, ssd_bytes=2**30)
-    plan = make_plan(strategy, workload, HW, budget)
+    plan = make_plan(strategy, workload, HW, budget, PlannerOptions(schedule=schedule))
     bound = step_bound(workload, plan, HW)
     assert 0 < bound.seconds <= simulate(workload, plan, HW).step_s * (1 + 1e-9)
     assert bound.work[bound.resource.split(" ")[0]] <= bound.seconds

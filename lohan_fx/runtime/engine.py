@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lohan_fx import footprint
 from lohan_fx.errors import InsufficientMemoryError, StepError, StorageError
-from lohan_fx.footprint import STRIPE_BYTES
+from lohan_fx.footprint import PAGE_BYTES, STRIPE_BYTES
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.program import window_storage
 from lohan_fx.runtime.arena import Arena
@@ -57,18 +57,31 @@ def slots_of(swapped: Iterable[str], workload: Workload, plan: Plan) -> list[Slo
 class SlotStore:
     """Host memory and SSD space for the slots of all programs of a model; they run in turn.
 
-    `name` tells stores that share a directory apart.
+    Args:
+        places: parts of equal size, for so many forwards that wait at once.
+        name: tells stores that share a directory apart.
     """
 
-    def __init__(self, *, pin: bool, name: str = "slots") -> None:
+    def __init__(self, *, pin: bool, places: int = 1, name: str = "slots") -> None:
         self._pin = pin
         self._name = name
+        self.places = places
         self.arena: Arena | None = None
         self.file: StripedFile | None = None
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of one place in host memory."""
+        return _share(self.arena.num_bytes, self.places) if self.arena is not None else 0
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Bytes of one place on SSDs."""
+        return _share(self.file.num_bytes, self.places) if self.file is not None else 0
+
     def grow_host(self, num_bytes: int) -> None:
-        """Have at least `num_bytes` of host memory. Nothing may be in use."""
-        have = self.arena.num_bytes if self.arena is not None else 0
+        """Have at least `num_bytes` of host memory a place. Nothing may be in use."""
+        have = self.host_bytes
         if num_bytes > have:
             if self.arena is not None:
                 self.arena.close()
@@ -80,17 +93,17 @@ class SlotStore:
                 raise
 
     def grow_ssd(self, num_bytes: int, run: RunDirectory, pool: IoPool) -> None:
-        """Have at least `num_bytes` of SSD space. Nothing may be in use."""
-        have = self.file.num_bytes if self.file is not None else 0
+        """Have at least `num_bytes` of SSD space a place. Nothing may be in use."""
+        have = self.ssd_bytes
         if num_bytes > have:
             if self.file is not None:
                 self.file.close()
                 self.file = None
 
             def make(size: int) -> StripedFile:
-                return StripedFile(
-                    run, f"{self._name}-{size}", size, pool, stripe_bytes=STRIPE_BYTES
-                )
+                whole = self.places * size
+                name = f"{self._name}-{whole}"
+                return StripedFile(run, name, whole, pool, stripe_bytes=STRIPE_BYTES)
 
             try:
                 self.file = make(num_bytes)
@@ -99,8 +112,8 @@ class SlotStore:
                 raise
 
     def _slab(self, num_bytes: int) -> Arena:
-        arena = Arena(num_bytes, pin=self._pin)
-        arena.register(0, num_bytes)
+        arena = Arena(self.places * num_bytes, pin=self._pin)
+        arena.register(0, self.places * num_bytes)
         return arena
 
     def close(self) -> None:
@@ -108,6 +121,11 @@ class SlotStore:
             self.file.close()
         if self.arena is not None:
             self.arena.close()
+
+
+def _share(num_bytes: int, places: int) -> int:
+    """Whole pages of each part."""
+    return num_bytes // places // PAGE_BYTES * PAGE_BYTES
 
 
 @dataclass(slots=True)
@@ -156,15 +174,16 @@ class Engine:
         self.updater = updater
         self.lanes = lanes
         self.store = store
-        self._loans: dict[int, _Loan] = {}
-        self._fetches: dict[int, Ticket] = {}
+        self.place = 0  # of the forward, or backward, that runs
+        self._loans: dict[tuple[int, int], _Loan] = {}
+        self._fetches: dict[tuple[int, int], Ticket] = {}
 
     # -- the program's ops ------------------------------------------------------------------
 
     def offload(self, x: Tensor, slot: int) -> None:
         where = self.slots[slot]
         if x.device.type != self.lanes.device.type:  # traced as a device tensor, made on the host
-            self._loans[slot] = _Loan.of(x)
+            self._loans[self.place, slot] = _Loan.of(x)
             return
         last = sum((n - 1) * k for n, k in zip(x.size(), x.stride(), strict=True))
         need = (x.storage_offset() + last + 1) * x.element_size() if x.numel() else 0
@@ -182,12 +201,12 @@ class Engine:
         began = self._pause()
         if where.tier == "host":
             assert self.store.arena is not None
-            target = self.store.arena.view(where.offset, size)
+            target = self.store.arena.view(self._offset(where), size)
             copied = self.lanes.to_host([(source, target)], label)
         else:
             assert self.store.file is not None
-            copied, written = self.lanes.to_ssd(source, self.store.file, where.offset, label)
-        self._loans[slot] = _Loan(
+            copied, written = self.lanes.to_ssd(source, self.store.file, self._offset(where), label)
+        self._loans[self.place, slot] = _Loan(
             num_bytes=size,
             dtype=x.dtype,
             size=x.size(),
@@ -198,14 +217,19 @@ class Engine:
         )
         self._resume(began)
 
+    def _offset(self, where: Slot) -> int:
+        store = self.store
+        each = store.host_bytes if where.tier == "host" else store.ssd_bytes
+        return self.place * each + where.offset
+
     def release(self, slot: int) -> None:
         began = self._pause()
-        self._loans[slot].copied.wait()
+        self._loans[self.place, slot].copied.wait()
         self._resume(began, self.lanes.label("release", self.slots[slot].name))
 
     def prefetch(self, slot: int) -> Tensor:
         where = self.slots[slot]
-        loan = self._loans[slot]
+        loan = self._loans[self.place, slot]
         if loan.held is not None:
             loan.loaded = loan.copied
             return loan.held
@@ -214,19 +238,19 @@ class Engine:
         flat = torch.empty(loan.num_bytes, dtype=torch.uint8, device=self.lanes.device)
         if where.tier == "host":
             assert self.store.arena is not None
-            source = self.store.arena.view(where.offset, loan.num_bytes)
+            source = self.store.arena.view(self._offset(where), loan.num_bytes)
             loan.loaded = self.lanes.to_device([(source, flat)], label)
         else:
             assert self.store.file is not None
             loan.loaded = self.lanes.from_ssd(
-                self.store.file, where.offset, flat, label, after=loan.written
+                self.store.file, self._offset(where), flat, label, after=loan.written
             )
         self._resume(began)
         whole = loan.num_bytes // loan.dtype.itemsize * loan.dtype.itemsize
         return flat[:whole].view(loan.dtype).as_strided(loan.size, loan.stride, loan.storage_offset)
 
     def wait(self, slot: int) -> None:
-        loaded = self._loans.pop(slot).loaded
+        loaded = self._loans.pop((self.place, slot)).loaded
         assert loaded is not None
         began = self._pause()
         loaded.wait()
@@ -241,19 +265,20 @@ class Engine:
         flat = torch.empty_like(flats.compute, device=self.lanes.device)
         after = self.updater.fresh(unit) if self.updater is not None else None
         if states.tier == "host":
-            self._fetches[unit] = self.lanes.to_device([(flats.compute, flat)], label, after)
+            ticket = self.lanes.to_device([(flats.compute, flat)], label, after)
         else:
             assert self.states.file is not None
-            self._fetches[unit] = self.lanes.from_ssd(
+            ticket = self.lanes.from_ssd(
                 self.states.file, states.offset, flat.view(torch.uint8), label, after=after
             )
+        self._fetches[self.place, unit] = ticket
         self._resume(began)
         return flat
 
     def wait_unit(self, flat: Tensor, unit: int, window: int) -> list[Tensor]:
         states = self.states.units[unit]
         began = self._pause()
-        self._fetches.pop(unit).wait()
+        self._fetches.pop((self.place, unit)).wait()
         self._resume(began, self.lanes.label("wait_unit", window_storage(states.unit.name, window)))
         return views_of(flat, states.layout.slices)
 
@@ -313,11 +338,12 @@ class Engine:
 
     # -- one step ---------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Forget what a step left behind that did not run to its end."""
+    def reset(self, place: int | None = None) -> None:
+        """Forget what a step left behind that did not run to its end, in one place or in all."""
         self.lanes.drain()
-        for loan in self._loans.values():
+        for key in [k for k in self._loans if place in (None, k[0])]:
+            loan = self._loans.pop(key)
             if loan.written is not None:
                 loan.written.settle()
-        self._loans.clear()
-        self._fetches.clear()
+        for key in [k for k in self._fetches if place in (None, k[0])]:
+            del self._fetches[key]

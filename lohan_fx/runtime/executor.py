@@ -16,12 +16,18 @@ from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.op_timing import OpTimer
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pending:
-    """A forward that waits for its backward, with what it saved. Used once."""
+    """A forward that waits for its backward, with what it saved. Used once.
+
+    `place` says in which part of the slot store its swapped residuals are; `number` counts the
+    forwards of a model.
+    """
 
     saved: list[Tensor]
     inputs: list[Any]
+    place: int = 0
+    number: int = 0
     alive: bool = True
 
     def take(self) -> list[Tensor]:
@@ -34,7 +40,8 @@ class Pending:
             raise StepError(
                 "this forward's saved tensors are gone: its backward ran already, or another "
                 "forward of the compiled model ran since. Call backward once, before the next "
-                "forward in training mode"
+                "forward in training mode; or compile with forwards=n, if n forwards have to wait "
+                "for their backward (model.lohan.prepare(...) before, for inputs of other shapes)"
             )
         saved, self.saved = self.saved, []
         self.alive = False
@@ -62,20 +69,27 @@ class Executor:
     engine: Engine
     parameters: Callable[[str], Tensor]
     buffers: Callable[[str], Tensor]
-    pending: Pending | None = field(default=None)
+    waiting: list[Pending] = field(default_factory=list)
     timer: OpTimer | None = field(default=None)
 
     @property
     def differentiable(self) -> tuple[int, ...]:
         return self.captured.differentiable
 
-    def forward(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    @property
+    def pending(self) -> Pending | None:
+        """The last forward that waits for its backward."""
+        return self.waiting[-1] if self.waiting else None
+
+    def forward(self, inputs: Sequence[Any], place: int = 0, number: int = 0) -> tuple[Any, ...]:
         """Run forward on the flattened user inputs; returns the flat outputs.
 
-        Sets `pending` for `backward`. A forward that is still pending is dropped: its slots are
-        needed.
+        Sets `pending` for `backward`. A forward that still waits in this place is dropped: its
+        slots are needed.
         """
-        self.drop_pending()
+        for pending in [p for p in self.waiting if p.place == place]:
+            self.drop(pending)
+        self.engine.place = place
         arguments = [self._argument(role, inputs) for role in self.halves.forward_inputs]
         recorder = self.engine.lanes.recorder
         if recorder is not None:
@@ -86,7 +100,7 @@ class Executor:
             if recorder is not None:
                 recorder.end_compute()
         except BaseException:
-            self.abort()
+            self._fail(place)
             raise
         num_saved = self.halves.num_saved
         split = len(results) - num_saved
@@ -99,7 +113,10 @@ class Executor:
                 with torch.no_grad():
                     target.copy_(value)
         if self.halves.backward is not None:
-            self.pending = Pending(saved=list(results[split:]), inputs=list(inputs))
+            saved = list(results[split:])
+            self.waiting.append(
+                Pending(saved=saved, inputs=list(inputs), place=place, number=number)
+            )
         return tuple(outputs)
 
     def backward(
@@ -114,7 +131,8 @@ class Executor:
         if self.engine.lanes.closed:
             raise StepError("the compiled model was closed or deleted: its backward cannot run")
         saved = pending.take()
-        self.pending = None
+        self.waiting.remove(pending)
+        self.engine.place = pending.place
         assert self.halves.backward is not None
         arguments = [
             tangents[r.index] if r.kind == "tangent" else self._argument(r, pending.inputs)
@@ -137,7 +155,7 @@ class Executor:
             if updater is not None:
                 updater.end()
         except BaseException:
-            self.abort()
+            self._fail(pending.place)
             raise
         return {
             (role.target, role.index): value
@@ -147,19 +165,25 @@ class Executor:
     def _run(self, half: fx.GraphModule, arguments: list[Any]) -> Any:
         return half(arguments) if self.timer is None else self.timer.run(half, arguments)
 
-    def drop_pending(self) -> None:
+    def drop(self, pending: Pending) -> None:
         """Forget a forward whose backward never came."""
-        if self.pending is not None:
-            self.pending.drop()
-            self.pending = None
-            self.engine.reset()
+        pending.drop()
+        self.waiting.remove(pending)
+        self.engine.reset(pending.place)
+
+    def drop_pending(self) -> None:
+        """Forget all forwards whose backward never came."""
+        for pending in list(self.waiting):
+            self.drop(pending)
 
     def abort(self) -> None:
-        """Leave nothing behind of a step that failed; its error is on the way to the user."""
-        if self.pending is not None:
-            self.pending.drop()
-            self.pending = None
-        self.engine.reset()
+        """Leave nothing behind: what waits, or runs, never ends."""
+        self.drop_pending()
+        self._fail(None)
+
+    def _fail(self, place: int | None) -> None:
+        """Leave nothing behind of a half that failed; its error is on the way to the user."""
+        self.engine.reset(place)
         if self.engine.updater is not None:
             self.engine.updater.abort()
 

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,22 +57,27 @@ class Accumulation:
         limit: so many backwards make a step (the user's optimizer.step() may end it before);
             None: every backward is the last one that is not `more`.
         more: the user says that the backwards that run now are not the last.
+        forwards: so many of them may wait for their backward at once; a step's last backward is
+            one that leaves none.
+        waiting: how many wait now.
         count: backwards of this step so far, without the last.
     """
 
     kept: bool = False
     limit: int | None = 1
     more: bool = False
+    forwards: int = 1
+    waiting: Callable[[], int] = lambda: 0
     count: int = 0
 
     @property
     def adds(self) -> bool:
         """Whether units have a flat in which gradients add up."""
-        return self.kept or self.limit != 1
+        return self.kept or self.limit != 1 or self.forwards > 1
 
     def ends(self) -> bool:
         """Whether the backward that begins is the step's last."""
-        if self.kept:
+        if self.kept or self.waiting():
             return False
         return not self.more if self.limit is None else self.count + 1 >= self.limit
 
@@ -216,7 +221,8 @@ class Updater:
             return
         self._states.mark_consumed(emitted)
         if not self._last:
-            self._accumulation.count += 1
+            if not self._accumulation.waiting():
+                self._accumulation.count += 1
             self.pending = False
 
     def emit(self, index: int, gradients: Sequence[Tensor | None]) -> None:

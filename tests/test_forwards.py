@@ -1,0 +1,292 @@
+"""`forwards=`: several forwards wait for their backward, as in a loss that calls a module twice."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lohan_fx import footprint
+from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.plan import SCHEDULES
+from lohan_fx.program import waiting_bytes
+from lohan_fx.runtime.updates import Updater
+from tests.loops import TIERS, InjectedError, check, compiled, updater_of
+from tests.models import loss_of, make
+from tests.training import (
+    Squeezed,
+    Training,
+    cpu_hardware,
+    identical,
+    one_thread,
+    remember_captures,
+    training_of,
+)
+
+
+@pytest.fixture
+def hw(tmp_path: Path) -> HardwareProfile:
+    return cpu_hardware(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def single() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def half(inputs: dict[str, Any], k: int) -> dict[str, Any]:
+    """Another batch of the same shapes."""
+    return {n: v.roll(k, 0) if isinstance(v, Tensor) else v for n, v in inputs.items()}
+
+
+def twice(name: str, num_calls: int = 2, accumulate: int = 1) -> Any:
+    """One loss of several calls; noted with the gradients of the last one in plain PyTorch."""
+
+    def loop(model: nn.Module, training: Training, inputs: dict[str, Any]) -> list[Tensor]:
+        noted = []
+        torch.manual_seed(0)
+        for _ in range(2):
+            for _ in range(accumulate):
+                losses = [loss_of(name, model(**half(inputs, k))) for k in range(num_calls)]
+                loss = torch.stack([(k + 1) * x for k, x in enumerate(losses)]).sum()
+                loss.backward()
+                noted.append(loss.detach())
+            training.step()
+        return noted
+
+    return loop
+
+
+QUICK = {
+    ("gpt2", "ssd", "optimized"),
+    ("gpt2", "host", "deferred"),
+    ("frozen", "ssd", "overlapped"),
+    ("tied", "device", "naive"),
+    ("mlp", "host", "serial"),
+}
+
+
+TIED = ("gpt2", "tied")
+"""Plain PyTorch adds the gradients of every use of a parameter one by one, over all calls; a
+compiled model those of a call first: equal to rounding."""
+
+
+@pytest.mark.parametrize(
+    ("name", "states", "schedule"),
+    [
+        pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow)
+        for row in itertools.product(("gpt2", "mlp", "resnet", "frozen", "tied"), TIERS, SCHEDULES)
+    ],
+)
+@pytest.mark.parametrize("swap_to", ["host", "ssd"])
+def test_a_module_that_is_called_twice(
+    swap_to: str,
+    name: str,
+    states: str,
+    schedule: str,
+    hw: HardwareProfile,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"states": states, "schedule": schedule, "swap_to": swap_to}
+    if name in TIED:
+        options.update(optimizer="sgd", exact=False)
+    check(name, twice(name), hw, monkeypatch, forwards=2, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 2},
+        {"gradients": "kept"},
+        {"accumulate": 2, "clip_grad_value": 1e-3},
+    ],
+)
+def test_with_accumulation(
+    options: dict[str, Any], hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain PyTorch adds up the gradients of one backward before it adds them to others."""
+
+    def loop(model: nn.Module, training: Training, inputs: dict[str, Any]) -> list[Tensor]:
+        if "clip_grad_value" in options and not hasattr(model, "lohan"):
+            training.optimizer.register_step_pre_hook(
+                lambda *_: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            )
+        return list(twice("mlp", 3, 2)(model, training, inputs))
+
+    options = {"optimizer": "sgd", "states": "ssd", "forwards": 3, **options}
+    check("mlp", loop, hw, monkeypatch, exact=False, **options)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def towers() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
+    torch.manual_seed(0)
+    model = Tower()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), torch.randn(4, 8)
+
+
+@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize("kind", ["contrast", "chain", "shapes", "both orders"])
+def test_what_a_loss_may_do(kind: str, states: str, hw: HardwareProfile) -> None:
+    """Compare outputs, feed one into the other, take batches of other shapes; backwards of losses
+    of their own, in any order."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> list[Tensor]:
+        noted = []
+        for _ in range(3):
+            if kind == "both orders":
+                for order in ((0, 1), (1, 0)):
+                    losses = [model(x * k).square().mean() for k in (1, 2)]
+                    for k in order:
+                        losses[k].backward()
+                    noted += losses
+                    optimizer.step()
+                    optimizer.zero_grad()
+                continue
+            if kind == "contrast":
+                loss = (model(x) - model(x.flip(0)).detach() * 0.5).square().mean()
+                loss = loss + (model(x + 1) * model(x - 1)).sum()
+            elif kind == "chain":
+                loss = model(model(model(x))).square().mean()
+            else:
+                loss = model(x).mean() + model(x[:2]).square().sum() + model(x[:3]).sum()
+            loss.backward()
+            noted.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return noted
+
+    plain, its, x = towers()
+    wanted = loop(plain, its, x)
+    model, optimizer, x = towers()
+    made = compiled(model, optimizer, hw, states=states, forwards=4, outputs="all")
+    if kind == "shapes":
+        for size in (4, 2, 3):
+            made.lohan.prepare(x[:size])
+    found = loop(made, optimizer, x)
+    made.lohan.close()
+    assert all(map(identical, found, wanted))
+    assert all(map(identical, model.parameters(), plain.parameters()))
+
+
+def test_a_forward_whose_backward_never_comes(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates wait for optimizer.step() then; the oldest one too many is dropped."""
+
+    def loop(model: nn.Module, training: Training, inputs: dict[str, Any]) -> list[Tensor]:
+        noted = []
+        torch.manual_seed(0)
+        for _ in range(3):
+            noted.append(loss_of("mlp", model(**inputs)).detach())
+            loss = loss_of("mlp", model(**inputs))
+            loss.backward()
+            noted.append(loss.detach())
+            training.step()
+        return noted
+
+    check("mlp", loop, hw, monkeypatch, states="host", forwards=2)
+    model, inputs = make("mlp")
+    made = compiled(model, training_of("adam", model).optimizer, hw, forwards=2)
+    late = loss_of("mlp", made(**inputs))
+    for _ in range(2):
+        loss_of("mlp", made(**inputs))
+    with pytest.raises(StepError, match="compile with forwards=n"):
+        late.backward()
+    made.lohan.close()
+
+
+@pytest.mark.parametrize("states", TIERS)
+def test_a_backward_that_fails(
+    states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two: nothing was updated, and the next step is right."""
+    remember_captures(monkeypatch, "mlp")
+    plain, inputs = make("mlp")
+    its = training_of("adam", plain)
+    model, batch = make("mlp")
+    training = training_of("adam", model)
+    options = {"states": states, "schedule": "deferred", "forwards": 2}
+    made = compiled(model, training.optimizer, hw, **options)
+    loss = sum(loss_of("mlp", made(**half(batch, k))) for k in range(2))
+    num_units = len(updater_of(made)._states.trained)
+    original, calls = Updater.emit, itertools.count()
+
+    def fail(*args: Any) -> None:
+        if next(calls) == num_units + 1:
+            raise InjectedError
+        original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "emit", fail)
+        with pytest.raises(InjectedError):
+            loss.backward()  # type: ignore[union-attr]
+    training.optimizer.zero_grad()
+    wanted = twice("mlp")(plain, its, inputs)
+    assert all(map(identical, twice("mlp")(made, training, batch), wanted))
+    made.lohan.close()
+    assert all(map(identical, model.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("swap_to", ["host", "ssd"])
+def test_memory_is_planned_for_all(
+    swap_to: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember_captures(monkeypatch, "gpt2")
+    model, inputs = make("gpt2")
+    optimizer = training_of("adam", model).optimizer
+    options = {"strategy": "swap-all", "states": "host", "swap_to": swap_to, "forwards": 3}
+    made = compiled(model, optimizer, hw, **options)
+    program = made.lohan.prepare(**inputs)
+    memory = made.lohan.memory
+    assert memory is not None
+    needed = {"host": footprint.host_bytes_needed, "ssd": footprint.ssd_bytes_needed}[swap_to]
+    one = needed(program.workload, program.plan)["residuals"]
+    assert one > 0
+    store = memory.store
+    assert (store.host_bytes if swap_to == "host" else store.ssd_bytes) == one
+    place = store.arena if swap_to == "host" else store.file
+    assert place is not None
+    assert place.num_bytes == 3 * one
+    held = waiting_bytes(program.instructions)
+    assert 0 < held < program.memory.peak_bytes
+    peak = program.memory.peak_bytes + 2 * held
+    made.lohan.close()
+    tight = {"device": peak, "host": "64MiB", "ssd": "64MiB"}
+    again = compiled(model, optimizer, hw, **options, memory=tight)
+    again.lohan.prepare(**inputs)
+    again.lohan.close()
+    keeps = {**options, "strategy": "keep-all"}
+    none = compiled(model, optimizer, hw, **keeps, memory=tight)
+    with pytest.raises(InsufficientMemoryError):
+        none.lohan.prepare(**inputs)
+    none.lohan.close()
+
+
+def test_strategies_use_what_is_left(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = twice("frozen")
+    check("frozen", loop, hw, monkeypatch, strategy=Squeezed("pareto"), forwards=2)
+
+
+def test_what_is_refused(hw: HardwareProfile) -> None:
+    model, _ = make("mlp")
+    optimizer = training_of("adam", model).optimizer
+    for wrong in (0, True, 1.5):
+        with pytest.raises(LohanError, match=r"forwards=.*at least 1"):
+            compiled(model, optimizer, hw, forwards=wrong)
