@@ -231,7 +231,31 @@ def dynamo_capture(
         n.meta.get("example_value", n.meta.get("val")) if isinstance(n, fx.Node) else n
         for n in flat
     )
-    return DynamoCapture(gm, tuple(inputs), unflatten, values, _side_effects(said))
+    return DynamoCapture(gm, tuple(inputs), _Rebuild(unflatten), values, _side_effects(said))
+
+
+class _Rebuild:
+    """Dynamo's bytecode that rebuilds the return value, made callable once: PyTorch's own class
+    reads through the bytecode at every call, 10 ms for a GPT of 32 layers."""
+
+    def __init__(self, unflatten: Any) -> None:
+        self._unflatten = unflatten
+        self._run: Callable[..., Any] | None = None
+        self._flat: tuple[Any, ...] = ()
+
+    def __call__(self, flat: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+        made = self._unflatten
+        if self._run is None:
+            self._run = made.out.forward_callable(
+                compiled_fn=lambda *_: self._flat, extra_globals=made.f_globals
+            )
+        args, kwargs = made.input_processor(arguments)
+        self._flat = flat
+        try:
+            with torch._C._DisableTorchDispatch():
+                return self._run(*args, **kwargs)
+        finally:
+            self._flat = ()
 
 
 def _side_effects(said: Sequence[warnings.WarningMessage]) -> tuple[str, ...]:

@@ -6,10 +6,11 @@ storage a view shares), ``meta["module"]`` (the source layer).
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -337,6 +338,20 @@ def unit_layouts(
 # ---------------------------------------------------------------------------------------------
 
 
+def _name_apart(graph: fx.Graph, units: Collection[str]) -> None:
+    """Rename ops that are called like a unit (a module `embedding`, and its op): plans and planners
+    name residuals and units alike."""
+    names = {node.name for node in graph.nodes}
+    for node in graph.nodes:
+        if node.name in units:
+            base = name = f"{node.name}_op"
+            count = itertools.count(1)
+            while name in names or name in units:
+                name = f"{base}_{next(count)}"
+            names.add(name)
+            node.name = name
+
+
 def annotate(
     captured: Captured,
     model: nn.Module,
@@ -353,6 +368,7 @@ def annotate(
     """
     _register_missing_formulas()
     graph = captured.graph.graph
+    _name_apart(graph, {u.name for u in layouts})
     tied = captured.first_names
     if any("block" not in n.meta for n in graph.nodes if n.op == "call_function"):
         mark_blocks(graph, model)  # else `fusion` has

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+import lohan_fx
 from lohan_fx._compat import storage_key
 from lohan_fx.annotate import (
     ALIGNMENT_BYTES,
@@ -23,10 +25,12 @@ from lohan_fx.annotate import (
     tensors_of,
     unit_layouts,
 )
+from lohan_fx.api import LohanModule
 from lohan_fx.capture import capture
 from lohan_fx.workload import Op, Workload
 from tests.captured import HW, STATES, Step, leaves, step, step_of
 from tests.models import EXAMPLES, MLP, Layer, loss_of
+from tests.training import cpu_hardware
 
 
 def op(workload: Workload, name: str) -> Op:
@@ -424,3 +428,32 @@ def test_residuals_are_what_eager_saves(name: str) -> None:
         assert difference == {12: 1, 64: -1}
     else:
         assert difference == {}
+
+
+class _SameNames(nn.Module):
+    """Modules called as the ops that they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.gelu = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.gelu(self.embedding(x))).square().sum()
+
+
+def test_units_and_values_have_names_of_their_own(tmp_path: Path) -> None:
+    model = _SameNames()
+    made = lohan_fx.compile(
+        model,
+        hw=cpu_hardware(tmp_path),
+        optimizer=torch.optim.SGD(model.parameters()),
+        states="ssd",
+    )
+    assert isinstance(made, LohanModule)
+    workload = made.lohan.prepare(torch.arange(6)).workload
+    assert {u.name for u in workload.units} == {"embedding", "gelu"}
+    assert not {u.name for u in workload.units} & set(workload.values)
+    assert {"embedding_op", "gelu_op"} <= set(workload.values)
+    made(torch.arange(6)).backward()
+    made.lohan.close()
