@@ -706,8 +706,8 @@ def op_name(node: fx.Node) -> str:
 
 _FIXED_SHAPES = (
     "lohan_fx plans memory before the step runs and needs fixed shapes: mask (torch.where) instead "
-    "of selecting, and run experts as one grouped product, not in a loop (models of transformers: "
-    "experts_implementation='grouped_mm')"
+    "of selecting, and run experts as one product, not in a loop (models of transformers: "
+    "experts_implementation='grouped_mm' or 'batched_mm')"
 )
 
 
