@@ -387,7 +387,9 @@ class CompiledModel:
         """The program of a forward without backward; None if it is to run op by op."""
         if key in self.programs:
             return self._program(args, kwargs, key)
-        if key in self._uncapturable or self._num_evaluations >= MAX_EVALUATIONS:
+        if key in self._uncapturable:
+            return None
+        if self._num_evaluations >= MAX_EVALUATIONS:
             self._say(
                 "evaluations",
                 f"{MAX_EVALUATIONS} programs without backward were made: other shapes and modes "

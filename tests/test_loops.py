@@ -211,7 +211,7 @@ def test_what_cannot_be_captured_is_evaluated_op_by_op(
         [r.model.train() for r in runs]
     assert captures == [True, False]
     said = [r.getMessage() for r in caplog.records]
-    assert len([m for m in said if "op by op" in m and "depends on data" in m]) == 1
+    assert len([m for m in said if "op by op" in m and "depends on data" in m]) == len(said) == 1
     ours.lohan.close()
 
 
