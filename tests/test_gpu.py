@@ -18,8 +18,8 @@ from torch import nn
 import lohan_fx
 from lohan_fx.api import LohanModule
 from lohan_fx.planners import names
-from lohan_fx.runtime.optimizer import UnitOptimizer
-from tests.models import make
+from lohan_fx.runtime.optimizer import Clip, UnitOptimizer
+from tests.models import loss_of, make
 from tests.training import (
     NUM_STEPS,
     Snapshot,
@@ -157,6 +157,9 @@ def compare(found: Snapshot, wanted: Snapshot, *, exact: bool) -> None:
         ("lohan", "ssd", "auto", "optimized"),
         ("recompute-all", "host", "auto", "overlapped"),
         ("swap-all", "ssd", "ssd", "overlapped"),
+        ("lohan", "device", "auto", "deferred"),
+        ("recompute-all", "host", "auto", "deferred"),
+        ("swap-all", "ssd", "ssd", "deferred"),
     ],
 )
 def test_steps_are_plain_pytorchs(
@@ -170,6 +173,92 @@ def test_steps_are_plain_pytorchs(
 ) -> None:
     remember_captures(monkeypatch, f"gpu {name}")
     check(name, strategy, states, swap_to, schedule, tmp_path).lohan.close()
+
+
+def clipped_steps(
+    name: str, model: nn.Module, optimizer: torch.optim.Optimizer, options: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Losses, norms and parameters on the host; two backwards a step where gradients add up. What
+    is clipped in the loop is what the model does not clip itself."""
+    _, inputs = make(name)
+    inputs = {k: on_gpu(v) for k, v in inputs.items()}
+    ours = isinstance(model, LohanModule) and options.get("gradients") != "kept"
+    noted: list[torch.Tensor] = []
+    for k in range(3):
+        for m in range(1 if options.get("accumulate", 2) == 1 else 2):
+            torch.manual_seed(10 * k + m)
+            loss = loss_of(name, model(**inputs))
+            loss.backward()
+            noted.append(loss.detach().cpu())
+        if not ours and "clip_grad_value" in options:
+            nn.utils.clip_grad_value_(model.parameters(), options["clip_grad_value"])
+        elif not ours:
+            noted.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).cpu())
+        optimizer.step()
+        if isinstance(model, LohanModule) and "clip_grad_norm" in options:
+            noted.append(torch.tensor(model.lohan.grad_norm))
+        optimizer.zero_grad(set_to_none=k == 0)
+    return noted + [p.detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("states", ["device", "host", "ssd", "auto"])
+@pytest.mark.parametrize("schedule", ["auto", "serial"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 2, "clip_grad_norm": 0.1},
+        {"accumulate": 1, "clip_grad_norm": 0.1},
+        {"accumulate": 2, "clip_grad_value": 1e-3},
+        {"gradients": "kept"},
+    ],
+)
+def test_gradients_add_up_and_are_clipped(
+    options: dict[str, Any],
+    schedule: str,
+    states: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in plain PyTorch on the device, to rounding."""
+    remember_captures(monkeypatch, "gpu gpt2")
+    plain = make_model("gpt2").cuda()
+    wanted = clipped_steps("gpt2", plain, training_of("sgd", plain).optimizer, options)
+    model = make_model("gpt2")
+    optimizer = training_of("sgd", model).optimizer
+    made = lohan_fx.compile(
+        model,
+        hw=cpu_hardware(tmp_path, device_kind="cuda"),
+        optimizer=optimizer,
+        strategy=Squeezed("lohan"),
+        states=states,  # type: ignore[arg-type]
+        schedule=schedule,  # type: ignore[arg-type]
+        dtype=None,
+        fused=False,
+        **options,
+    )
+    found = clipped_steps("gpt2", made, optimizer, options)
+    assert isinstance(made, LohanModule)
+    made.lohan.close()
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("clip", [Clip(factor=torch.tensor(0.3)), Clip(limit=0.5)])
+def test_resident_mixed_updates_clip(clip: Clip) -> None:
+    """The Triton kernel clips float32 gradients, as torch would before its own update."""
+    start = torch.randn(65537, device="cuda")
+    gradient = torch.randn(65537, device="cuda").bfloat16()
+    plain = nn.Parameter(start.clone())
+    plain.grad = gradient.float()
+    clip.apply(plain.grad)
+    torch.optim.AdamW([plain], lr=0.01, fused=True).step()
+    p = nn.Parameter(start.clone())
+    unit = UnitOptimizer(torch.optim.AdamW([p], lr=0.01, fused=True), [p])
+    state = [{n: torch.zeros_like(start) for n in unit.state_names()}]
+    master, copy = start.clone(), torch.empty_like(gradient)
+    unit.step_mixed([master], [gradient], state, [copy], clip=clip)
+    torch.testing.assert_close(master, plain.detach(), rtol=1e-6, atol=1e-7)
+    assert torch.equal(copy, master.bfloat16())
 
 
 @pytest.mark.parametrize("strategy", names())
