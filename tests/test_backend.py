@@ -111,7 +111,9 @@ def assert_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
     assert all(map(identical, found, wanted))
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "U-Net", "ResNet-50"])
+@pytest.mark.parametrize(
+    "name", ["GPT-2", "U-Net", pytest.param("ResNet-50", marks=pytest.mark.slow)]
+)
 def test_three_steps_equal_plain_pytorch(
     name: str,
     hw: HardwareProfile,
