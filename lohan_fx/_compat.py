@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import logging
 import re
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import fx, nn
+from torch._decomp import decompositions
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -39,7 +41,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.fx.graph import _BoxedCodeGen
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
@@ -56,11 +58,14 @@ __all__ = [
     "LazyGraphModule",
     "OpOverload",
     "ParamAOTInput",
+    "Partition",
     "PlainAOTInput",
     "PlainAOTOutput",
     "StorageWeakRef",
     "TangentAOTInput",
     "TorchDispatchMode",
+    "Unmoved",
+    "aot_backend",
     "boxed",
     "data_dependent_node",
     "dynamo_capture",
@@ -71,6 +76,7 @@ __all__ = [
     "make_subclass",
     "make_wrapper_subclass",
     "set_cuda_allocator",
+    "specialize",
     "storage_key",
     "unfused_rnn",
     "user_frames",
@@ -81,6 +87,9 @@ TRACING = threading.RLock()
 """Held while a model is traced or compiled. Torch then sets a flag of the whole process
 (`torch.compiler.is_compiling`) with which its optimizers round differently: an update that runs
 on another thread waits."""
+
+StorageWeakRef: Any = reductions.StorageWeakRef
+"""Identity of a storage, and whether anybody still holds it."""
 
 LazyGraphModule = _LazyGraphModule
 """A GraphModule that generates and compiles its Python code when it is first called."""
@@ -300,11 +309,45 @@ def unfused_rnn(module: nn.Module) -> Iterator[None]:
     mkldnn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     torch._C._set_cudnn_enabled(False)
+    layers = decompositions._rnn_helper
+    decompositions._rnn_helper = functools.partial(_rnn_layers, layers)
     try:
         yield
     finally:
+        decompositions._rnn_helper = layers
         torch._C._set_mkldnn_enabled(mkldnn)
         torch._C._set_cudnn_enabled(cudnn)
+
+
+def _rnn_layers(
+    layers: Callable[..., Any],
+    x: torch.Tensor,
+    hidden: Sequence[Any],
+    params: Sequence[Any],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    layer: Callable[..., Any],
+) -> tuple[torch.Tensor, list[Any]]:
+    """Recurrent layers one by one, with the dropout between them.
+
+    What PyTorch traces (2.11 to 2.14) leaves the dropout out: it compares the wrong way round.
+    """
+    x = x.transpose(0, 1) if batch_first else x
+    step = 2 if bidirectional else 1
+    last: list[Any] = []
+    for i in range(num_layers):
+        if i > 0 and train and dropout != 0:
+            x = torch.dropout(x, dropout, train=True)
+        own = slice(i * step, (i + 1) * step)
+        x, states = layers(
+            x, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer
+        )
+        last += states
+    return (x.transpose(0, 1) if batch_first else x), last
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +372,77 @@ def export_joint(
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
         gm = joint.graph_module
         yield JointExport(gm, tuple(gm.graph.output_node().meta["desc"]))
+
+
+def specialize(inputs: Sequence[Any]) -> None:
+    """Fix every size that torch.compile left open in these inputs: it guards them as they are."""
+    for x in inputs:
+        sizes = (*x.size(), *x.stride(), x.storage_offset()) if isinstance(x, torch.Tensor) else [x]
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                int(size)
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Boxed forward and backward of a joint graph; ``around_…(run, arguments)`` runs each."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    around_forward: Callable[..., Any]
+    around_backward: Callable[..., Any]
+
+
+def aot_backend(
+    module: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., Partition]
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph through AOTAutograd, without decompositions.
+
+    `partition(joint, joint inputs, num_fwd_outputs=…)` cuts the graph. One without backward runs as
+    it is.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    found: list[Partition] = []
+
+    def cut(*args: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        found.append(partition(*args, **options))
+        return found[-1].forward, found[-1].backward
+
+    def run(graph: fx.GraphModule, around: Callable[..., Any]) -> Any:
+        def boxed_call(arguments: list[Any]) -> Any:
+            return around(graph.forward, arguments)
+
+        boxed_call._boxed_call = True  # type: ignore[attr-defined]
+        return boxed_call
+
+    def unpacked(forward: Callable[..., Any], arguments: list[Any]) -> Any:
+        return forward(*arguments)
+
+    made = aot_autograd(
+        fw_compiler=lambda graph, _: run(graph, found[-1].around_forward),
+        bw_compiler=lambda graph, _: run(graph, found[-1].around_backward),
+        inference_compiler=lambda graph, _: run(graph, unpacked),
+        partition_fn=cut,
+    )
+    with torch._functorch.config.patch(backward_pass_autocast="off"):
+        compiled: Callable[..., Any] = made(module, inputs)
+    return compiled
+
+
+class Unmoved(nn.Module):
+    """A module that is asked before anybody, its parent included, converts its tensors.
+
+    `.to()`, `.cuda()`, `.half()` and the like all end in `_apply`.
+    """
+
+    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raise if the conversion is refused; otherwise nothing is converted."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        self.keeps(fn)
+        return self
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:

@@ -106,11 +106,15 @@ def _module_path(node: fx.Node, names: Container[str]) -> str | None:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return None
-    path = str(list(stack.values())[-1][0])
-    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path).replace("_modules.", "")
-    parts = re.sub(r"@\d+", "", path).split(".")
+    parts = module_name(str(list(stack.values())[-1][0])).split(".")
     suffixes = (".".join(parts[k:]) for k in range(len(parts) + 1))
     return next((s for s in suffixes if s in names), "")
+
+
+def module_name(source: str) -> str:
+    """A module as Dynamo names it, as a dotted path: ``L['self']._modules['a']`` → ``L.self.a``."""
+    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", source).replace("_modules.", "")
+    return re.sub(r"@\d+", "", path)
 
 
 def mark_blocks(graph: fx.Graph, model: nn.Module) -> None:

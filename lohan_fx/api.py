@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from lohan_fx._compat import Unmoved
 from lohan_fx.capture import Outputs
 from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES
 from lohan_fx.compiled import CompiledModel, Gradients, Options
@@ -28,7 +30,7 @@ from lohan_fx.weights import StoredWeights, WeightsArgument, fill, places_of, re
 M = TypeVar("M", bound=nn.Module)
 
 
-class LohanModule(nn.Module):
+class LohanModule(Unmoved):
     """What a compiled module's class adds to the user's class."""
 
     @property
@@ -56,8 +58,23 @@ class LohanModule(nn.Module):
         """The plan and its prediction as tables, and what was moved so far."""
         return report_text(self.lohan)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.lohan(args, kwargs)
+    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Stay: the plan says where parameters live. Loops may name the compute device.
+
+        Raises:
+            LohanError: another device, dtype or layout is asked for.
+        """
+        device = self.lohan.options.device
+        probe = torch.empty(2, 2, 2, 2, device=device)
+        asked = convert(probe)
+        if any(getattr(asked, k) != getattr(probe, k) for k in ("device", "dtype")) or (
+            asked.stride() != probe.stride()
+        ):
+            raise LohanError(
+                f"a compiled {type(self).__name__} computes on {device}, and its parameters live "
+                "where the plan puts them: convert the model before lohan_fx.compile, or after "
+                "model.lohan.close()"
+            )
 
     # Who asks for parameters gets them as the last step made them.
 
@@ -196,6 +213,11 @@ def compile(
         raise LohanError(
             "the model is compiled already: call model.lohan.close() before compiling it again"
         )
+    if hasattr(model, "_orig_mod"):
+        raise LohanError(
+            "the model was made by torch.compile, which lohan_fx.compile takes the place of: give "
+            "the model itself"
+        )
     if not isinstance(forwards, int) or isinstance(forwards, bool) or forwards < 1:
         raise LohanError(f"forwards={forwards!r}: use a number of forwards, at least 1")
     its_schedule = getattr(get(strategy), "schedule", None)
@@ -268,7 +290,18 @@ def compile(
         fill(places_of(model), source)
     cls = type(model)
     model.__dict__["_lohan"] = compiled
-    model.__class__ = type(cls.__name__, (LohanModule, cls), {"__module__": cls.__module__})
+    own = model.__dict__.pop("forward", None)
+
+    @functools.wraps(cls.forward)  # loops ask for its signature, to know which inputs it takes
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        compiled: CompiledModel | None = self.__dict__.get("_lohan")
+        if compiled is not None:
+            return compiled(args, kwargs)
+        # closed, and called by who wrapped it in the meantime
+        return cls.forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+    members = {"__module__": cls.__module__, "forward": forward}
+    model.__class__ = type(cls.__name__, (LohanModule, cls), members)
     return model
 
 

@@ -196,8 +196,7 @@ def _check_dynamo(model: nn.Module, dynamo: _compat.DynamoCapture) -> None:
         where = _where(model, _compat.frames_in(node.meta.get("stack_trace") or ""))
         raise CaptureError(
             f"cannot capture {type(model).__name__} as one graph{where}\n  the size or value of "
-            f"what {op_name(node)} returns depends on data; lohan_fx plans memory before the step "
-            "runs and needs fixed shapes"
+            f"what {op_name(node)} returns depends on data\n  {_FIXED_SHAPES}"
         )
     node = dynamo.written_outside()
     if node is not None:
@@ -208,7 +207,7 @@ def _check_dynamo(model: nn.Module, dynamo: _compat.DynamoCapture) -> None:
     changed = [
         _module_of(source) or "the model itself"
         for source in dynamo.side_effects
-        if re.fullmatch(r"L\['\w+'\](\._modules\['\w+'\])*", source)
+        if re.fullmatch(r"L\['self'\](\._modules\['\w+'\])*", source)
         and not type(model.get_submodule(_module_of(source))).__module__.startswith("torch.")
     ]
     if changed:
@@ -407,45 +406,25 @@ def _normalize(
 ) -> Captured:
     """Copy the joint graph: forward nodes first, readable placeholders, only known outputs."""
     source = joint.module.graph
-    outputs: list[OutputRole] = []
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in source.find_nodes(op="placeholder"):
-        if "val" not in node.meta:  # a constant among the arguments: traced in
-            continue
-        role = _input_role(node.meta.get("desc"))
-        made = graph.placeholder(placeholder_name(role))
-        made.meta = {"val": node.meta["val"], "role": role, "phase": _phase(node)}
-        env[node] = made
-    body = [n for n in source.nodes if n.op not in ("placeholder", "output")]
-    for node in sorted(body, key=lambda n: _phase(n) == "backward"):  # stable
-        env[node] = made = _copy(graph, node, env)
-        made.meta["phase"] = _phase(node)
-        _check_layout(made)
-    older = {
-        _compat.storage_key(value)
-        for n in graph.nodes
-        if (n.op == "placeholder" or n.meta["phase"] == "forward")
-        and isinstance(value := n.meta.get("val"), torch.Tensor)
+    roles = {
+        node: _input_role(node.meta.get("desc"))
+        for node in source.find_nodes(op="placeholder")
+        if "val" in node.meta  # else a constant among the arguments: traced in
     }
-    returned: list[Any] = []
     flat: Any = source.output_node().args[0]
-    for value, desc in zip(flat, joint.output_descriptors, strict=True):
-        if value is None and (desc is None or isinstance(desc, _compat.GradAOTOutput)):
-            continue
-        out_role = _output_role(desc)
-        outputs.append(out_role)
-        made = env[value] if isinstance(value, fx.Node) else value
-        returned.append(_own(graph, made, older) if out_role.kind == "gradient" else made)
-    graph.output(tuple(returned))
-    _drop_aliases(graph)
-    _drop_dead(graph)
+    returned = [
+        (value, _output_role(desc))
+        for value, desc in zip(flat, joint.output_descriptors, strict=True)
+        if value is not None or not (desc is None or isinstance(desc, _compat.GradAOTOutput))
+    ]
+    graph = copy_joint(source, roles, returned)
+    outputs = [role for _, role in returned]
     chunk_losses(graph, loss_chunk_bytes)
     inputs = tuple(n.meta["role"] for n in graph.find_nodes(op="placeholder"))
     num_outputs = len(dynamo.output_values)
     _check_roles(inputs, outputs, num_outputs, differentiable)
     return Captured(
-        graph=_compat.LazyGraphModule(_constants(joint.module, graph), graph),
+        graph=_compat.LazyGraphModule(constants_of(joint.module, graph), graph),
         inputs=inputs,
         outputs=tuple(outputs),
         num_outputs=num_outputs,
@@ -457,7 +436,46 @@ def _normalize(
     )
 
 
-def _copy(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def copy_joint(
+    source: fx.Graph,
+    roles: Mapping[fx.Node, InputRole],
+    returned: Sequence[tuple[Any, OutputRole]],
+) -> fx.Graph:
+    """Copy a joint graph: forward nodes first, readable names, what nobody reads left out.
+
+    Args:
+        roles: the placeholders that stay; others must be unread, or symbols of fixed value.
+        returned: the outputs that stay, in order.
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    for node in source.find_nodes(op="placeholder"):
+        if node in roles:
+            role = roles[node]
+            env[node] = made = graph.placeholder(placeholder_name(role))
+            phase = "backward" if role.kind == "tangent" else "forward"
+            made.meta = {"val": node.meta["val"], "role": role, "phase": phase}
+        elif isinstance(node.meta.get("val"), (int, torch.SymInt)):
+            env[node] = int(node.meta["val"])
+    body = [n for n in source.nodes if n.op not in ("placeholder", "output")]
+    for node in sorted(body, key=lambda n: _phase(n) == "backward"):  # stable
+        env[node] = made = _copy(graph, node, env)
+        made.meta["phase"] = _phase(node)
+        _check_layout(made)
+    older = {
+        _compat.storage_key(value)
+        for n in graph.nodes
+        if (n.op == "placeholder" or n.meta["phase"] == "forward")
+        and isinstance(value := n.meta.get("val"), torch.Tensor)
+    }
+    outputs = [(env[v] if isinstance(v, fx.Node) else v, role) for v, role in returned]
+    graph.output(tuple(_own(graph, v, older) if r.kind == "gradient" else v for v, r in outputs))
+    _drop_aliases(graph)
+    _drop_dead(graph)
+    return graph
+
+
+def _copy(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, Any]) -> fx.Node:
     """Copy a node; one that takes a result out of a tuple is named after the op."""
     name = node.name
     if node.target is operator.getitem:
@@ -466,7 +484,51 @@ def _copy(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     made = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
     made.meta = dict(node.meta)
+    _correct_statistics(made)
+    _round_dropout(made)
     return made
+
+
+def _round_dropout(node: fx.Node) -> None:
+    """Let the gradient of dropout be scaled by a rounded factor, as eager mode's is on a CPU.
+
+    There it is a product with a mask of zeros and factors, in the input's dtype.
+    """
+    if node.target is torch.ops.aten.native_dropout_backward.default:
+        arguments: Any = node.args
+        gradient, mask, scale = arguments
+        value = gradient.meta["val"]
+        if value.device.type == "cpu":
+            node.args = (gradient, mask, torch.tensor(scale, dtype=value.dtype).item())
+
+
+_NORMS = {
+    torch.ops.aten.native_layer_norm.default,
+    torch.ops.aten.native_group_norm.default,
+    torch.ops.aten._native_batch_norm_legit_functional.default,
+}
+
+
+def _correct_statistics(node: fx.Node) -> None:
+    """Give mean and inverse deviation, as a normalization saves them, the dtype that they have.
+
+    On a CPU it is that of the first parameter or running statistic (is_mixed_type in
+    ATen/native/cpu/mixed_data_type.h); a fake tensor says that it is the input's. The two differ
+    in autocast regions.
+    """
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    if source.target not in _NORMS:
+        return
+    x, *others = [a.meta["val"] for a in source.args if isinstance(a, fx.Node)]
+    if x.device.type != "cpu" or not others or others[0].dtype == x.dtype:
+        return
+    if source is node:
+        y, mean, deviation, *rest = node.meta["val"]
+        with mean.fake_mode:
+            statistics = [t.to(others[0].dtype) for t in (mean, deviation)]
+        node.meta["val"] = (y, *statistics, *rest)
+    else:
+        node.meta["val"] = source.meta["val"][node.args[1]]
 
 
 def _own(graph: fx.Graph, gradient: fx.Node, older: Container[int]) -> fx.Node:
@@ -569,11 +631,7 @@ class _Unflatten:
 
 
 def _phase(node: fx.Node) -> str:
-    if node.op == "placeholder":
-        backward = isinstance(node.meta.get("desc"), _compat.TangentAOTInput)
-    else:
-        backward = "backward" in str(node.meta.get("partitioner_tag"))
-    return "backward" if backward else "forward"
+    return "backward" if "backward" in str(node.meta.get("partitioner_tag")) else "forward"
 
 
 def is_random(node: fx.Node) -> bool:
@@ -621,7 +679,7 @@ def _drop_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _constants(source: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:
+def constants_of(source: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:
     """Tensors that the forward makes from Python numbers, as real tensors."""
     found: dict[str, Any] = {}
     for node in graph.find_nodes(op="get_attr"):
@@ -646,6 +704,13 @@ def op_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+_FIXED_SHAPES = (
+    "lohan_fx plans memory before the step runs and needs fixed shapes: mask (torch.where) instead "
+    "of selecting, and run experts as one product, not in a loop (models of transformers: "
+    "experts_implementation='grouped_mm' or 'batched_mm')"
+)
+
+
 def _explain(model: nn.Module, error: Exception) -> str:
     """One message: in which module, at which line of user code, what broke, what to do."""
     frames = _compat.user_frames(error) or [
@@ -659,11 +724,15 @@ def _explain(model: nn.Module, error: Exception) -> str:
             what += f"\n  {found[1]}"
     hint = re.search(r"Hint: (.*)", text)
     advice = f"\n  hint: {hint[1]}" if hint else ""
+    need = (
+        "lohan_fx needs a forward without graph breaks: no data-dependent Python control flow, "
+        "no calls that Dynamo cannot trace"
+    )
+    if "data-dependent expression" in what:  # Dynamo proposes annotations, which fix no size
+        what, advice, need = "a size or a branch depends on data", "", _FIXED_SHAPES
     return (
         f"cannot capture {type(model).__name__} as one graph{_where(model, frames)}\n"
-        f"  {what}{advice}\n"
-        "  lohan_fx needs a forward without graph breaks: no data-dependent Python control flow, "
-        "no calls that Dynamo cannot trace"
+        f"  {what}{advice}\n  {need}"
     )
 
 

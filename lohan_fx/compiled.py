@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,7 +49,8 @@ from lohan_fx.progress import Line, Shown
 from lohan_fx.refinement import MIN_GAIN, Measured, Outcome, Refinement
 from lohan_fx.runtime.arena import Arena, BufferRing, Layout, PageLocker, Region
 from lohan_fx.runtime.clipping import Clipping
-from lohan_fx.runtime.engine import Engine, Slot, SlotStore
+from lohan_fx.runtime.eager import ReadParameters
+from lohan_fx.runtime.engine import Engine, SlotStore, slots_of
 from lohan_fx.runtime.executor import Executor
 from lohan_fx.runtime.lanes import Counters, Lanes
 from lohan_fx.runtime.op_timing import OpTimer
@@ -60,16 +61,24 @@ from lohan_fx.runtime.scratch import update_scratch_bytes
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.updates import Accumulation, Updater
+from lohan_fx.signature import Signature, difference, foreign_input, signature_of
 from lohan_fx.simulate import simulate
 from lohan_fx.weights import Source
 from lohan_fx.workload import Workload
 
 logger = logging.getLogger("lohan_fx")
 
-MAX_PROGRAMS = 8
+MAX_PROGRAMS = 16
 """Programs kept for one model; the least recently used one goes first."""
 
+MAX_EVALUATIONS = 4
+"""Programs without backward that are made for one model in all its life. What comes later, as the
+growing sequences of generation, runs op by op (`runtime.eager`)."""
+
 NUM_IO_THREADS = 4
+
+_COMPILED = "a model that lohan_fx.compile has made runs its own program: leave torch.compile out"
+
 
 Gradients = Literal["consumed", "kept"]
 """What becomes of gradients: see `lohan_fx.compile`."""
@@ -207,6 +216,16 @@ class Memory:
                 arena.close()
 
 
+def ssd_paths(hw: HardwareProfile, need_bytes: int) -> list[str]:
+    """The profile's SSD directories. Raises InsufficientMemoryError if there are none."""
+    paths = [d.path for d in hw.ssds]
+    if not paths:
+        raise InsufficientMemoryError(
+            "ssd", need_bytes, 0, where="the plan", advice="give profile_hardware(ssd=[…])"
+        )
+    return paths
+
+
 class CompiledModel:
     """The programs of one module. Made by `lohan_fx.compile`; reached as ``model.lohan``."""
 
@@ -219,9 +238,10 @@ class CompiledModel:
     ) -> None:
         self._model = weakref.ref(model)
         self._original = type(model)
+        self._forward = model.__dict__.get("forward")  # of the instance alone, as wrappers set it
         self.options = options
         self.optimizer = optimizer
-        self.programs: OrderedDict[Any, CompiledProgram] = OrderedDict()
+        self.programs: OrderedDict[Signature, CompiledProgram] = OrderedDict()
         self.memory: Memory | None = None
         self.latest: CompiledProgram | None = None
         self.setup_s: dict[str, float] = {}
@@ -229,14 +249,16 @@ class CompiledModel:
         self._refinement = (
             Refinement(options.device) if options.refine and options.plan is None else None
         )
-        self.resetting = False
         self.source = source
         self.masters: Sequence[str] = ()
         self.pending_states: Callable[[Mapping[str, nn.Parameter]], None] | None = None
+        self.resetting = False
         self._said: set[str] = set()
         self._mended: set[str] = set()
         self._meter = Meter()
         self._line = Line(options.progress)
+        self._num_evaluations = 0
+        self._uncapturable: set[Signature] = set()
         self._scratch: dict[Any, int] = {}
         self._kernels = Kernels(options.device, compiled=True)
         managed = (
@@ -364,63 +386,72 @@ class CompiledModel:
 
     def prepare(self, *args: Any, **kwargs: Any) -> CompiledProgram:
         """Make the program for these inputs without running it."""
-        return self._program(args, kwargs)
+        with _outside_inference_mode():
+            return self._program(args, kwargs, self._signature(args, kwargs))
 
-    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledProgram:
-        grad = torch.is_grad_enabled() and (
-            any(p.requires_grad for _, p in self._named_parameters())
-            or any(
-                isinstance(x, Tensor) and x.requires_grad
-                for x in pytree.tree_leaves((args, kwargs))
-            )
-        )
-        key = self._signature(args, kwargs, grad)
+    def _program(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Signature
+    ) -> CompiledProgram:
         found = self.programs.get(key)
         if found is None:
             if len(self.programs) >= MAX_PROGRAMS:
                 _, old = self.programs.popitem(last=False)
                 old.executor.drop_pending()
-            if any(p.executor.captured.has_backward == grad for p in self.programs.values()):
+            last = next((k for k in reversed(self.programs) if k.grad == key.grad), None)
+            if last is not None:
                 self._say(
                     "shapes",
-                    "inputs of a new shape, dtype or mode: making another program (at most "
-                    f"{MAX_PROGRAMS} are kept; this is said once)",
+                    f"{difference(last, key, args, kwargs)}: making another program (at most "
+                    f"{MAX_PROGRAMS} are kept; this is said once). Where lengths vary much, pad "
+                    "batches to a multiple, as pad_to_multiple_of= of transformers' collators does",
                 )
-            found = self.programs[key] = self._make(args, kwargs, grad)
+            found = self.programs[key] = self._make(args, kwargs, key.grad)
         self.programs.move_to_end(key)
-        if grad or self.latest is None:
+        if key.grad or self.latest is None:
             self.latest = found
         return found
+
+    def _evaluation(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Signature
+    ) -> CompiledProgram | None:
+        """The program of a forward without backward; None if it is to run op by op."""
+        if key in self.programs:
+            return self._program(args, kwargs, key)
+        if key in self._uncapturable:
+            return None
+        if self._num_evaluations >= MAX_EVALUATIONS:
+            self._say(
+                "evaluations",
+                f"{MAX_EVALUATIONS} programs without backward were made: other shapes and modes "
+                "are evaluated op by op, without a plan",
+            )
+            return None
+        self._num_evaluations += 1
+        try:
+            return self._program(args, kwargs, key)
+        except CaptureError as error:
+            self._say("uncaptured", f"evaluating op by op, without a plan: {error}")
+            self._uncapturable.add(key)
+            return None
 
     def _say(self, topic: str, message: str) -> None:
         if topic not in self._said:
             self._said.add(topic)
             logger.warning("lohan_fx: %s", message)
 
-    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+    def _needs_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return torch.is_grad_enabled() and (
+            any(p.requires_grad for _, p in self._named_parameters())
+            or any(
+                isinstance(x, Tensor) and x.requires_grad
+                for x in pytree.tree_leaves((args, kwargs))
+            )
+        )
 
-        def of(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                return (
-                    tuple(leaf.shape),
-                    leaf.stride(),
-                    leaf.dtype,
-                    leaf.device,
-                    leaf.requires_grad and grad,
-                )
-            try:
-                hash(leaf)
-            except TypeError:
-                raise CaptureError(
-                    f"an input of type {type(leaf).__name__} is neither a tensor nor hashable: "
-                    "register it as a pytree node, or pass its tensors"
-                ) from None
-            return (type(leaf), leaf)
-
-        modes = tuple(m.training for m in self.model.modules())
-        grads = tuple(p.requires_grad for _, p in self._named_parameters())
-        return (grad, modes, grads, str(spec), tuple(of(leaf) for leaf in leaves))
+    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+        grad = self._needs_grad(args, kwargs)
+        parameters = (p for _, p in self._named_parameters())
+        return signature_of(self.model, parameters, self.options.device, args, kwargs, grad)
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> CompiledProgram:
         options = self.options
@@ -584,13 +615,7 @@ class CompiledModel:
         return dataclasses.replace(workload, units=tuple(units))
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Captured:
-        model = self.model
-        wrapped = type(model)
-        model.__class__ = self._original
-        gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
-        for p, _ in gradients:  # tracing would look into what is not there
-            p.grad = None
-        try:
+        with self._as_it_was() as model, _without_gradients(model):
             return capture(
                 model,
                 args,
@@ -601,28 +626,28 @@ class CompiledModel:
                 grad=grad,
                 loss_chunk_bytes=self.options.loss_chunk_bytes,
             )
+
+    @contextmanager
+    def _as_it_was(self) -> Iterator[nn.Module]:
+        """The model with the forward that it had before it was compiled."""
+        model = self.model
+        wrapped, forward = type(model), model.__dict__.pop("forward", None)
+        model.__class__ = self._original
+        if self._forward is not None:
+            model.__dict__["forward"] = self._forward
+        try:
+            yield model
         finally:
             model.__class__ = wrapped
-            for p, gradient in gradients:
-                p.grad = gradient
+            model.__dict__.pop("forward", None)
+            if forward is not None:  # set since: it calls the compiled one
+                model.__dict__["forward"] = forward
 
     def _rewrite(self, captured: Captured, workload: Workload, plan: Plan) -> CompiledProgram:
         assert self.memory is not None
         memory = self.memory
         rewrite = Rewrite(captured=captured, workload=workload, plan=plan, layouts=self._layouts)
-        where: dict[Tier, Mapping[str, tuple[int, int]]] = {
-            "host": footprint.host_slots(workload, plan),
-            "ssd": footprint.ssd_slots(workload, plan),
-        }
-        slots = [
-            Slot(
-                name=v,
-                num_bytes=workload.values[v].num_bytes,
-                tier=plan.residuals[v].tier,
-                offset=where[plan.residuals[v].tier][v][0],
-            )
-            for v in rewrite.slots
-        ]
+        slots = slots_of(rewrite.slots, workload, plan)
         engine = Engine(slots, (), memory.states, memory.updater, memory.lanes, memory.store)
         rewrite.run = engines.add(engine)
         PassManager(passes=pipeline(), verify=check_invariants)(rewrite)
@@ -666,7 +691,7 @@ class CompiledModel:
                 memory.arena = Arena(layout.total_bytes, pin=pin, locker=locker)
             ssd_bytes = footprint.ssd_bytes_needed(workload, plan)["units"]
             if ssd_bytes:
-                run, pool = memory.open_ssd(self._ssd_paths(ssd_bytes))
+                run, pool = memory.open_ssd(ssd_paths(self.options.hw, ssd_bytes))
                 memory.file = StripedFile(
                     run, "states", ssd_bytes, pool, stripe_bytes=footprint.STRIPE_BYTES
                 )
@@ -699,20 +724,14 @@ class CompiledModel:
             raise
         return memory
 
-    def _ssd_paths(self, need_bytes: int) -> list[str]:
-        paths = [d.path for d in self.options.hw.ssds]
-        if not paths:
-            raise InsufficientMemoryError(
-                "ssd", need_bytes, 0, where="the plan", advice="give profile_hardware(ssd=[…])"
-            )
-        return paths
-
     def _reserve(self, memory: Memory, workload: Workload, plan: Plan) -> bool:
         """Have the slots and buffers that a program needs; says whether buffers changed."""
         memory.store.grow_host(footprint.host_bytes_needed(workload, plan)["residuals"])
         ssd_bytes = footprint.ssd_bytes_needed(workload, plan)["residuals"]
         if ssd_bytes:
-            memory.store.grow_ssd(ssd_bytes, *memory.open_ssd(self._ssd_paths(ssd_bytes)))
+            memory.store.grow_ssd(
+                ssd_bytes, *memory.open_ssd(ssd_paths(self.options.hw, ssd_bytes))
+            )
         tiers = footprint.tiers_of(plan)
         direct = footprint.direct_gradients(plan)
         rings = {
@@ -756,27 +775,58 @@ class CompiledModel:
 
     # -- running ----------------------------------------------------------------------------
 
+    @torch.compiler.disable(reason=_COMPILED)  # type: ignore[untyped-decorator]
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _outside_inference_mode():
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = [self._input(x) for x in pytree.tree_leaves((args, kwargs))]
         self._clear_unfinished()
         self._check_step()
-        program = self._refined(self._program(args, kwargs))
+        if not self._needs_grad(args, kwargs) and foreign_input(args, kwargs):
+            return self._run_eagerly(args, kwargs)
+        key = self._signature(args, kwargs)
+        program = (self._program if key.grad else self._evaluation)(args, kwargs, key)
+        if program is None:
+            return self._run_eagerly(args, kwargs)
+        program = self._refined(program)
         executor = program.executor
         assert self.memory is not None
         place = self._make_place(executor)
         updater = self.memory.updater
         self._check_parameters()
         self.memory.states.sync_from_user(behind=updater is not None and updater.behind)
-        if not executor.captured.has_backward:
-            with torch.no_grad():
-                flat = executor.forward(inputs)
-        else:
-            named = dict(self._named_parameters(remove_duplicate=False))
-            wanted = [r for r in executor.halves.backward_outputs if r.kind == "gradient"]
-            sources = [named[r.target] if r.target else inputs[r.index] for r in wanted]
-            at = (place, next(self._numbers))
-            flat = _Step.apply(executor, inputs, at, wanted, self._anchor, *sources)
+        # the program's ops have their dtypes: no autocast region changes them again
+        with torch.autocast(self.options.device.type, enabled=False):
+            if not executor.captured.has_backward:
+                with torch.no_grad():
+                    flat = executor.forward(inputs)
+            else:
+                named = dict(self._named_parameters(remove_duplicate=False))
+                wanted = [r for r in executor.halves.backward_outputs if r.kind == "gradient"]
+                sources = [named[r.target] if r.target else inputs[r.index] for r in wanted]
+                at = (place, next(self._numbers))
+                flat = _Step.apply(executor, inputs, at, wanted, self._anchor, *sources)
         return executor.captured.unflatten(flat, args, kwargs)
+
+    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's own forward without backward; parameters are read from their tiers."""
+        self.sync()
+        device, dtype = self.options.device, self._state_layout.compute_dtype
+        parameters = [p for _, p in self._named_parameters()]
+        if any(p.is_meta for p in parameters):
+            raise StepError(
+                "the model is on the meta device still, and this forward makes no program: call "
+                "model.lohan.prepare(*args, **kwargs) with a batch as for training first"
+            )
+        for name, _ in self.model.named_buffers():
+            _Buffers(self._model, device)(name)
+        args, kwargs = pytree.tree_map(self._input, (args, kwargs))
+        elsewhere = dtype is not None or any(p.device != device for p in parameters)
+        read = ReadParameters(parameters, device, dtype) if elsewhere else nullcontext()
+        with self._as_it_was() as model, torch.no_grad(), read:
+            return model.forward(*args, **kwargs)
 
     def _make_place(self, executor: Executor) -> int:
         """Room for one more forward that waits for its backward: the oldest one too many goes."""
@@ -821,6 +871,7 @@ class CompiledModel:
                 for old in self.programs.values():
                     old.executor.drop_pending()
                 self.programs.clear()  # they were made for the tiers that units are in now
+                self._num_evaluations = 0
                 moved, plan = self._move(plan)
                 program = self._build(
                     program.executor.captured,
@@ -1117,6 +1168,8 @@ class CompiledModel:
         if model is not None and model.__dict__.get("_lohan") is self:
             model.__class__ = self._original
             del model.__dict__["_lohan"]
+            if self._forward is not None:
+                model.__dict__.setdefault("forward", self._forward)
         if self._closer is not None and self._closer.alive:  # else the model's end closed it
             for program in self.programs.values():
                 program.executor.abort()
@@ -1127,6 +1180,29 @@ class CompiledModel:
         if self._closer is not None:
             self._closer()
         self.memory = None
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Tracing would look into parameters' gradients, which are not there in the traced model."""
+    gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+    for p, _ in gradients:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Memory that is made for a call outlives it, so it must not be of inference tensors."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class _StepHook:
@@ -1282,7 +1358,8 @@ class _Step(torch.autograd.Function):
             else:
                 tangent.copy_(given)
             tangents[i] = tangent
-        found = ctx.executor.backward(ctx.pending, tangents)
+        with torch.autocast(ctx.executor.captured.device.type, enabled=False):
+            found = ctx.executor.backward(ctx.pending, tangents)
         return (None, None, None, None, None, *[found.get((r.target, r.index)) for r in ctx.wanted])
 
 

@@ -92,6 +92,7 @@ def profile_hardware(
     with (
         Progress(console=console, transient=True, disable=hidden) as bar,
         torch.cuda.device(where if on_cuda else -1),
+        torch.random.fork_rng([where] if on_cuda else []),  # the run's own draws stay as they are
     ):
         task = bar.add_task("profiling", total=len(torch_dtypes) + 4 + bool(directories))
 

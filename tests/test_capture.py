@@ -66,11 +66,19 @@ def test_the_graph_is_eager_under_autocast() -> None:
     assert made == {torch.bfloat16, torch.float32}
 
 
-def test_lstm_is_its_unfused_cell() -> None:
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_recurrent_layers_are_their_unfused_cells(
+    layer: type[nn.RNNBase], bidirectional: bool
+) -> None:
+    """With the dropout between layers, which PyTorch's own decomposition forgets."""
+
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.rnn = nn.LSTM(8, 5, num_layers=2, batch_first=True)
+            self.rnn = layer(
+                8, 5, num_layers=3, batch_first=True, dropout=0.3, bidirectional=bidirectional
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.rnn(x)[0].square().sum()

@@ -7,14 +7,16 @@ once except release, wait and wait_unit, which make compute wait for a transfer.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lohan_fx import footprint
+from lohan_fx.errors import StepError
 from lohan_fx.footprint import PAGE_BYTES, STRIPE_BYTES
-from lohan_fx.plan import Tier
+from lohan_fx.plan import Plan, Tier
 from lohan_fx.program import window_storage
 from lohan_fx.runtime.arena import Arena, PageLocker
 from lohan_fx.runtime.lanes import Lanes, Ticket, storage_of
@@ -22,6 +24,7 @@ from lohan_fx.runtime.recording import Label, Stamp
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates, views_of
 from lohan_fx.runtime.updates import Updater
+from lohan_fx.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +37,43 @@ class Slot:
     offset: int
 
 
+def slots_of(swapped: Iterable[str], workload: Workload, plan: Plan) -> list[Slot]:
+    """The slots of a plan's swapped residuals, in this order."""
+    where: dict[Tier, Mapping[str, tuple[int, int]]] = {
+        "host": footprint.host_slots(workload, plan),
+        "ssd": footprint.ssd_slots(workload, plan),
+    }
+    tiers = {v: plan.residuals[v].tier for v in swapped}
+    return [
+        Slot(
+            name=v,
+            num_bytes=workload.values[v].num_bytes,
+            tier=tier,
+            offset=where[tier][v][0],
+        )
+        for v, tier in tiers.items()
+    ]
+
+
 class SlotStore:
     """Host memory and SSD space for the slots of all programs of a model; they run in turn.
 
     Args:
         places: parts of equal size, for so many forwards that wait at once.
+        name: tells stores that share a directory apart.
     """
 
-    def __init__(self, *, pin: bool, locker: PageLocker | None = None, places: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        pin: bool,
+        locker: PageLocker | None = None,
+        places: int = 1,
+        name: str = "slots",
+    ) -> None:
         self._pin = pin
         self._locker = locker
+        self._name = name
         self.places = places
         self.arena: Arena | None = None
         self.file: StripedFile | None = None
@@ -81,7 +111,8 @@ class SlotStore:
 
             def make(size: int) -> StripedFile:
                 whole = self.places * size
-                return StripedFile(run, f"slots-{whole}", whole, pool, stripe_bytes=STRIPE_BYTES)
+                name = f"{self._name}-{whole}"
+                return StripedFile(run, name, whole, pool, stripe_bytes=STRIPE_BYTES)
 
             try:
                 self.file = make(num_bytes)
@@ -163,6 +194,14 @@ class Engine:
         if x.device.type != self.lanes.device.type:  # traced as a device tensor, made on the host
             self._loans[self.place, slot] = _Loan.of(x)
             return
+        last = sum((n - 1) * k for n, k in zip(x.size(), x.stride(), strict=True))
+        need = (x.storage_offset() + last + 1) * x.element_size() if x.numel() else 0
+        if need > where.num_bytes:
+            raise StepError(
+                f"{where.name} takes {need} bytes, {where.num_bytes} were planned: tracing showed "
+                f"another dtype than {x.dtype} or another layout than the op gives on "
+                f"{x.device.type}. Please report it; strategy='keep-all' does not move it"
+            )
         source = storage_of(x)
         size = min(where.num_bytes, source.numel())
         source = source[:size]

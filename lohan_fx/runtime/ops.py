@@ -11,13 +11,10 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from lohan_fx.runtime.engine import Engine
 
 _SCHEMAS = {
     "offload": "(Tensor x, int run, int slot) -> Tensor",
@@ -35,18 +32,21 @@ _SCHEMAS = {
 
 
 class EngineRegistry:
-    """Number → live engine. The only state that ops share; engines leave when they close."""
+    """Number → live engine. The only state that ops share; engines leave when they close.
+
+    An engine is an `Engine`, or what stands for several of them (`lohan_fx.backend.Calls`).
+    """
 
     def __init__(self) -> None:
-        self._engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
+        self._engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
 
-    def add(self, engine: Engine) -> int:
+    def add(self, engine: Any) -> int:
         number = next(self._numbers)
         self._engines[number] = engine
         return number
 
-    def __getitem__(self, number: int) -> Engine:
+    def __getitem__(self, number: int) -> Any:
         engine = self._engines.get(number)
         if engine is None:
             raise RuntimeError(f"program of run {number} outlived its engine")

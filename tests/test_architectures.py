@@ -1,0 +1,31 @@
+"""Every architecture of docs/models.md trains as its row there says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.architectures import ARCHITECTURES, documented, outcome, row, table
+from tests.training import one_thread
+
+
+@pytest.fixture(autouse=True, scope="module")
+def single_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+ROWS = documented().splitlines(keepends=True)[3:-1]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_three_steps_are_as_documented(name: str, tmp_path: Path) -> None:
+    """To change a row: ``python -m tests.architectures`` writes the table."""
+    assert row(name, outcome(name, tmp_path)) in ROWS
+
+
+def test_the_table_has_a_row_for_each_and_no_other() -> None:
+    assert [r.split(" | ")[0].removeprefix("| ") for r in ROWS] == list(ARCHITECTURES)
+    assert documented() == table(ROWS)
