@@ -387,7 +387,7 @@ class CompiledModel:
     def prepare(self, *args: Any, **kwargs: Any) -> CompiledProgram:
         """Make the program for these inputs without running it."""
         with _outside_inference_mode():
-            return self._program(args, kwargs, self._signature(args, kwargs))
+            return self._program(args, kwargs, self._signature(self._parameters(), args, kwargs))
 
     def _program(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Signature
@@ -439,19 +439,19 @@ class CompiledModel:
             self._said.add(topic)
             logger.warning("lohan_fx: %s", message)
 
-    def _needs_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return torch.is_grad_enabled() and (
-            any(p.requires_grad for _, p in self._named_parameters())
-            or any(
-                isinstance(x, Tensor) and x.requires_grad
-                for x in pytree.tree_leaves((args, kwargs))
-            )
-        )
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """By every name that they have."""
+        return dict(self._named_parameters(remove_duplicate=False))
 
-    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        grad = self._needs_grad(args, kwargs)
-        parameters = (p for _, p in self._named_parameters())
-        return signature_of(self.model, parameters, self.options.device, args, kwargs, grad)
+    def _signature(
+        self, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Signature:
+        leaves = itertools.chain(named.values(), pytree.tree_leaves((args, kwargs)))
+        grad = torch.is_grad_enabled() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in leaves
+        )
+        device = self.options.device
+        return signature_of(self.model, named.values(), device, args, kwargs, grad)
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> CompiledProgram:
         options = self.options
@@ -784,9 +784,11 @@ class CompiledModel:
         inputs = [self._input(x) for x in pytree.tree_leaves((args, kwargs))]
         self._clear_unfinished()
         self._check_step()
-        if not self._needs_grad(args, kwargs) and foreign_input(args, kwargs):
+        named = self._parameters()  # walking through the modules once: it takes a millisecond
+        grad = torch.is_grad_enabled() and any(p.requires_grad for p in named.values())
+        if not grad and foreign_input(args, kwargs):
             return self._run_eagerly(args, kwargs)
-        key = self._signature(args, kwargs)
+        key = self._signature(named, args, kwargs)
         program = (self._program if key.grad else self._evaluation)(args, kwargs, key)
         if program is None:
             return self._run_eagerly(args, kwargs)
@@ -795,7 +797,7 @@ class CompiledModel:
         assert self.memory is not None
         place = self._make_place(executor)
         updater = self.memory.updater
-        self._check_parameters()
+        self._check_parameters(named)
         self.memory.states.sync_from_user(behind=updater is not None and updater.behind)
         # the program's ops have their dtypes: no autocast region changes them again
         with torch.autocast(self.options.device.type, enabled=False):
@@ -803,7 +805,6 @@ class CompiledModel:
                 with torch.no_grad():
                     flat = executor.forward(inputs)
             else:
-                named = dict(self._named_parameters(remove_duplicate=False))
                 wanted = [r for r in executor.halves.backward_outputs if r.kind == "gradient"]
                 sources = [named[r.target] if r.target else inputs[r.index] for r in wanted]
                 at = (place, next(self._numbers))
@@ -930,11 +931,11 @@ class CompiledModel:
                 memory.buffers = {}  # gradients of other units have buffers now
         return tuple(moved), plan
 
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, named: Mapping[str, nn.Parameter]) -> None:
         """Refuse a model whose layers are others than those that were moved."""
         assert self.memory is not None
         known = {id(p) for unit in self.memory.states.units for p in unit.parameters}
-        for name, p in self._named_parameters():
+        for name, p in named.items():
             if id(p) not in known:
                 raise StepError(
                     f"parameter {name} is another tensor than when the model was compiled: call "

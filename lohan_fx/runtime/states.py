@@ -398,12 +398,13 @@ class ModelStates:
 
     @staticmethod
     def _moved(states: UnitStates) -> bool:
-        if states.visible is None:
+        flat = states.visible
+        if flat is None:
             return False
-        views = views_of(states.visible, states.layout.slices)
+        start, size, device = flat.data_ptr(), flat.element_size(), flat.device
         return any(
-            p.data_ptr() != v.data_ptr() or p.device != v.device
-            for p, v in zip(states.parameters, views, strict=True)
+            p.numel() != 0 and (p.data_ptr() != start + s.offset * size or p.device != device)
+            for p, s in zip(states.parameters, states.layout.slices, strict=True)
         )
 
     def move(self, states: UnitStates, arena: Arena | None) -> None:
