@@ -237,8 +237,11 @@ def compile(
         by_default = its_schedule
     schedule = _schedule(schedule, waits, by_default, plan)
     planner = PlannerOptions(states=states, swap_to=swap_to, schedule=schedule)
-    if fused not in (True, False, "auto"):
-        raise LohanError(f"fused={fused!r}: use True, False or 'auto'")
+    for name, choice in (("fused", fused), ("refine", refine)):
+        if choice not in (True, False, "auto"):
+            raise LohanError(f"{name}={choice!r}: use True, False or 'auto'")
+    if loss_chunk_bytes < 0:
+        raise LohanError(f"loss_chunk_bytes={loss_chunk_bytes!r}: use 0 (never) or a size in bytes")
     if memory is not None and not isinstance(memory, Mapping):
         raise LohanError(f"memory={memory!r}: write it as {{'device': '24GiB', 'host': '64GiB'}}")
     if progress not in (True, False, "auto"):
@@ -320,8 +323,11 @@ def _check_gradients(
     if not counts and accumulate != "manual":
         raise LohanError(f"accumulate={accumulate!r}: use 'manual' or a number of backwards")
     for name, value in (("clip_grad_norm", clip_grad_norm), ("clip_grad_value", clip_grad_value)):
-        if value is not None and not value >= 0:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and value >= 0):
             raise LohanError(f"{name}={value!r}: use None or a number that is not negative")
+    if not isinstance(skip_nonfinite, bool):
+        raise LohanError(f"skip_nonfinite={skip_nonfinite!r}: use True or False")
     if clip_grad_norm is not None and clip_grad_value is not None:
         raise LohanError("clip_grad_norm and clip_grad_value together have no order: use one")
     asked = {

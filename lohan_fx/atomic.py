@@ -162,7 +162,11 @@ def write_directory(
                     out.flush()
                     os.fsync(out.fileno())
             for path in kept:
-                shutil.copy2(path, new / path.name)
+                copy = new / path.name
+                shutil.copy2(path, copy, follow_symlinks=False)
+                if not copy.is_symlink():
+                    with copy.open("rb") as done:
+                        os.fsync(done.fileno())
             _sync_directory(new)
             _replace(target, new)
     except OSError as error:

@@ -33,7 +33,7 @@ from lohan_fx.planners import Planner, PlannerOptions, make_plan
 from lohan_fx.profiling import profile_hardware
 from lohan_fx.runtime.arena import PageLocker
 from lohan_fx.runtime.engine import Engine, SlotStore, slots_of
-from lohan_fx.runtime.lanes import Lanes
+from lohan_fx.runtime.lanes import Lanes, close_elsewhere
 from lohan_fx.runtime.ops import engines
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.workload import Workload
@@ -310,7 +310,8 @@ class Calls:
         self._waiting: list[tuple[_compat.StorageWeakRef, Engine]] = []
         self._free: list[Engine] = []
         self._current: Engine | None = None
-        weakref.finalize(self, _close, self._memory, self._stores)
+        close = functools.partial(_close, self._memory, self._stores)
+        weakref.finalize(self, close_elsewhere, close)
 
     # what the program's ops call
 
@@ -336,14 +337,12 @@ class Calls:
         """Run forward with slots that nobody waits for."""
         for entry in [e for e in self._waiting if e[0].expired()]:  # its backward will not come
             self._waiting.remove(entry)
-            entry[1].reset()
-            self._free.append(entry[1])
+            self._reset(entry[1])
         engine = self._current = self._free.pop() if self._free else self._engine()
         try:
             results = run(arguments)
         except BaseException:
-            engine.reset()
-            self._free.append(engine)
+            self._reset(engine)
             raise
         handle = results[self.num_outputs + self.handle]
         self._waiting.append((_compat.StorageWeakRef(handle.untyped_storage()), engine))
@@ -365,10 +364,22 @@ class Calls:
         self._waiting.remove(entry)
         engine = self._current = entry[1]
         try:
-            return run(arguments)
-        finally:
-            engine.reset()
-            self._free.append(engine)
+            results = run(arguments)
+        except BaseException:
+            self._reset(engine)
+            raise
+        engine.forget()  # all that it moved has been waited for; others' transfers go on
+        self._free.append(engine)
+        return results
+
+    def _reset(self, engine: Engine) -> None:
+        """Take an engine back in the middle. All share lanes and staging buffers, so transfers of
+        the others end first."""
+        for store in self._stores:
+            if store.file is not None:
+                store.file.drain()
+        engine.reset()
+        self._free.append(engine)
 
     def _engine(self) -> Engine:
         """One more engine, with slots of its own."""

@@ -33,7 +33,6 @@ from lohan_fx.compiled import CompiledModel
 from lohan_fx.errors import (
     CheckpointError,
     LohanError,
-    StepError,
 )
 from lohan_fx.hardware import parse_bytes
 from lohan_fx.runtime.optimizer import UnitOptimizer
@@ -101,8 +100,11 @@ def save(
             dicts, lists and tuples of tensors, numbers, strings, booleans and None.
         max_shard_bytes: larger files become shards with an index.
 
+    Gradients that are added up for a step that has not ended (``accumulate=``, ``"kept"``) are not
+    saved: save after ``optimizer.step()``.
+
     Raises:
-        StepError: between backward and ``optimizer.step()``, or after a step that failed halfway.
+        StepError: units were updated since backward began, or after a step that failed halfway.
         StorageError: too little space (the message has path, need and have), or a failed write.
         LohanError: `extra` has something that cannot be written; the model has no data yet.
     """
@@ -111,7 +113,7 @@ def save(
     optimizer = _chosen(compiled, optimizer)
     if compiled is not None:
         compiled.check_ended()
-        _check_whole(compiled)
+        compiled.check_whole()
     tensors: dict[str, Tensor] = {}
     description: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     description["step"] = None if step is None else operator.index(step)
@@ -214,6 +216,7 @@ def load(
             compiled.load_states(states.lend)
             compiled.loaded("model")
             compiled.loaded("optimizer")
+            compiled.forget_sums()
         else:
             states.load_plainly(tensors)
     if rng:
@@ -242,17 +245,6 @@ def latest(directory: str | Path) -> Path | None:
 def _compiled(model: nn.Module) -> CompiledModel | None:
     found = model.__dict__.get("_lohan")
     return found if isinstance(found, CompiledModel) else None
-
-
-def _check_whole(compiled: CompiledModel) -> None:
-    """Refuse a model of which some units took a step that others did not."""
-    updater = compiled.memory.updater if compiled.memory is not None else None
-    if updater is not None and updater.torn:
-        raise StepError(
-            "a step failed after some units were updated, so the model stands between two steps "
-            f"({', '.join(updater.torn)} took the step, the others did not) and is not saved: go "
-            "on from the last checkpoint"
-        )
 
 
 def _chosen(

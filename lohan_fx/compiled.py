@@ -40,7 +40,7 @@ from lohan_fx.metrics import Meter
 from lohan_fx.passes import PassManager, Rewrite, pipeline
 from lohan_fx.passes.split import split
 from lohan_fx.passes.verify import check_invariants, check_program
-from lohan_fx.plan import WAITING, Plan, Tier
+from lohan_fx.plan import LATE, WAITING, Plan, Tier
 from lohan_fx.planners import make_plan
 from lohan_fx.planners.registry import Planner, PlannerOptions
 from lohan_fx.printing import ProgramModule
@@ -52,7 +52,7 @@ from lohan_fx.runtime.clipping import Clipping
 from lohan_fx.runtime.eager import ReadParameters
 from lohan_fx.runtime.engine import Engine, SlotStore, slots_of
 from lohan_fx.runtime.executor import Executor
-from lohan_fx.runtime.lanes import Counters, Lanes
+from lohan_fx.runtime.lanes import Counters, Lanes, close_elsewhere
 from lohan_fx.runtime.op_timing import OpTimer
 from lohan_fx.runtime.ops import engines
 from lohan_fx.runtime.optimizer import UnitOptimizer, check_supported
@@ -483,7 +483,7 @@ class CompiledModel:
         if self.memory is None:
             with self._stage("allocate"):
                 self.memory = self._allocate(workload, plan)
-            self._closer = weakref.finalize(self.model, self.memory.close)
+            self._closer = weakref.finalize(self.model, close_elsewhere, self.memory.close)
         else:
             grown = self._reserve(self.memory, workload, plan) or not self.memory.connected
             updater = self.memory.updater
@@ -607,6 +607,7 @@ class CompiledModel:
                         layout,
                         mixed=self._state_layout.compute_dtype is not None,
                         device=self.options.device,
+                        clips=self._clipping.clips,
                     )
                 scratch = self._scratch[key]
                 units.append(dataclasses.replace(unit, update_scratch_bytes=scratch))
@@ -784,6 +785,7 @@ class CompiledModel:
         inputs = [self._input(x) for x in pytree.tree_leaves((args, kwargs))]
         self._clear_unfinished()
         self._check_step()
+        self._end_interrupted()
         named = self._parameters()  # walking through the modules once: it takes a millisecond
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in named.values())
         if not grad and foreign_input(args, kwargs):
@@ -856,7 +858,10 @@ class CompiledModel:
         if not refinement.before_step(program.executor, self.memory.lanes):
             return program
         self._refinement = None
+        updater = self.memory.updater
+        behind = updater is not None and updater.behind
         self.sync()
+        self.memory.states.sync_from_user(behind=behind)  # before units move
         measured = refinement.measured(program.workload, self.options.hw)
         refinement.detach(self.memory.lanes)
         if measured is None:
@@ -874,11 +879,12 @@ class CompiledModel:
                 self.programs.clear()  # they were made for the tiers that units are in now
                 self._num_evaluations = 0
                 moved, plan = self._move(plan)
-                program = self._build(
-                    program.executor.captured,
-                    measured.workload,
-                    plan or self._plan_for(measured.workload),
-                )
+                captured, workload = program.executor.captured, measured.workload
+                try:
+                    program = self._build(captured, workload, plan or self._plan_for(workload))
+                except InsufficientMemoryError as error:  # of buffers: the old ones are held still
+                    self._say("move", f"no room to change the plan: {error}")
+                    program = self._build(captured, workload, self._plan_for(workload))
                 self.programs[key] = self.latest = program
         self.refined = Outcome(
             before_s=before_s,
@@ -961,6 +967,12 @@ class CompiledModel:
         for program in self.programs.values():
             if program.executor.unfinished:
                 program.executor.abort()
+
+    def _end_interrupted(self) -> None:
+        """Wait for what an optimizer.step() that was interrupted left running."""
+        updater = self.memory.updater if self.memory is not None else None
+        if updater is not None and updater.behind and updater.schedule not in LATE:
+            updater.join()
 
     def check_whole(self) -> None:
         """See that weights and states are those of one step, and that their files are whole.
@@ -1060,6 +1072,15 @@ class CompiledModel:
         """Take back what `lend_states` gave."""
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.release(self.optimizer)
+
+    def forget_sums(self) -> None:
+        """A checkpoint of a whole step was loaded: what has been added up for the next one goes.
+
+        With gradients="kept" it is the user's, as in plain PyTorch.
+        """
+        if self.memory is not None and not self._accumulation.kept:
+            self.memory.states.forget_sums()
+            self._accumulation.count = 0
 
     def check_saving(self) -> None:
         """See that what is saved now are the weights and states of one step.
@@ -1174,6 +1195,8 @@ class CompiledModel:
         if self._closer is not None and self._closer.alive:  # else the model's end closed it
             for program in self.programs.values():
                 program.executor.abort()
+        if self.memory is not None:
+            self.memory.states.forget_grad_dtypes()
         self.programs.clear()
         self.latest = None
         for hook in self._hooks:

@@ -21,7 +21,6 @@ at multiples of it."""
 _SHARED_PIECE_BYTES = 256 << 20
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10  # Linux, all architectures; not in Python's mmap module
-_MADV_REMOVE = 9  # frees shared memory, where MADV_DONTNEED only unmaps it; not in Python's mmap
 _MREMAP_TO = 0x3  # MREMAP_MAYMOVE | MREMAP_FIXED
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -109,11 +108,6 @@ def forget_pages(tensor: torch.Tensor) -> None:
     length = (tensor.data_ptr() + tensor.numel()) // ALIGNMENT * ALIGNMENT - start
     if length > 0:
         _libc.madvise(start, length, mmap.MADV_DONTNEED)
-
-
-def drop_pages(address: int, num_bytes: int) -> None:
-    """Give the memory behind a range of `map_anonymous` back; a touch brings zeros."""
-    _libc.madvise(address, num_bytes, _MADV_REMOVE)
 
 
 def tensor_over(address: int, num_bytes: int, release: Callable[[], None]) -> torch.Tensor:

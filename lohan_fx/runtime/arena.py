@@ -25,7 +25,6 @@ import torch
 from lohan_fx.errors import InsufficientMemoryError, StorageError, format_bytes
 from lohan_fx.runtime._memory import (
     ALIGNMENT,
-    drop_pages,
     map_anonymous,
     round_up,
     tensor_over,
@@ -194,19 +193,6 @@ class Arena:
             return False
         self._locked[offset] = num_bytes
         return True
-
-    def release(self, offset: int, num_bytes: int) -> None:
-        """Unpin a registered region and give its memory back; a later touch finds zeros.
-
-        GPU copies must have ended. ValueError if the region is out of range or `offset` is no
-        multiple of `ALIGNMENT`.
-        """
-        self._check(offset, num_bytes)
-        if offset % ALIGNMENT:
-            raise ValueError(f"offset {offset} must be a multiple of {ALIGNMENT}")
-        if self._locked.pop(offset, None) is not None:
-            self._locker.unlock(self._address + offset)
-        drop_pages(self._address + offset, round_up(num_bytes))
 
     def close(self) -> None:
         """Unpin all regions and let go of the slab. A second call does nothing.

@@ -41,6 +41,10 @@ class Clipping:
     def needs_norms(self) -> bool:
         return self.max_norm is not None or self.skip_nonfinite
 
+    @property
+    def clips(self) -> bool:
+        return self.max_norm is not None or self.max_value is not None
+
     def by_value(self) -> Clip | None:
         """What can be done to a gradient without knowing the others."""
         return None if self.max_value is None else Clip(limit=self.max_value)

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from lohan_fx.errors import StepError
+
 _METADATA = frozenset(
     {
         Tensor.size,
@@ -71,5 +73,12 @@ class ReadParameters(TorchFunctionMode):
                 return self._dtype
             if name not in _VIEWS:
                 return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        target = kwargs.get("out", args[0] if args and name.endswith("_") else None)
+        if id(target) in self._known and not name.endswith("__"):
+            raise StepError(
+                f"forward writes into a parameter ({name}) while it is evaluated op by op, where "
+                "parameters are copies: change weights outside of forward"
+            )
         args, kwargs = pytree.tree_map(self._copy, (args, kwargs))
         return func(*args, **kwargs)

@@ -368,6 +368,10 @@ class Engine:
             self.store.file.drain()
         if self.lanes.staging is not None:
             self.lanes.staging.reset()
+        self.forget(place)
+
+    def forget(self, place: int | None = None) -> None:
+        """Drop the records of what has been moved, in one place or in all."""
         for key in [k for k in self._loans if place in (None, k[0])]:
             del self._loans[key]
         for key in [k for k in self._fetches if place in (None, k[0])]:

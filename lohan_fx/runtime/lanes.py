@@ -33,6 +33,18 @@ _CHUNKS_AHEAD = 4
 _Job = tuple[Callable[[], None], "Ticket", Sequence["Ticket"]]
 
 
+def close_elsewhere(close: Callable[[], None]) -> None:
+    """Run a finalizer that joins threads.
+
+    Python collects garbage on any thread, on one of ours, too, which would wait for itself. So only
+    the main thread closes at once; others leave it to a thread that is made for it.
+    """
+    if threading.current_thread() is threading.main_thread():
+        close()
+    else:
+        threading.Thread(target=close, name="lohan_fx-closer").start()
+
+
 class Ticket:
     """The end of one transfer: `wait` for compute, `synchronize` for the host.
 

@@ -60,8 +60,14 @@ class Clip:
     factor: Tensor | None = None
     limit: float | None = None
 
+    @property
+    def changes(self) -> bool:
+        """Whether anything happens to them."""
+        return self.factor is not None or self.limit is not None
+
     def apply(self, gradient: Tensor) -> None:
-        """Change a gradient in place, as torch.nn.utils would."""
+        """Change a gradient in place, as torch.nn.utils would. Nothing else may hold it: one tensor
+        can be the gradient of two parameters, or go on to the layers below."""
         if self.factor is not None:
             gradient.mul_(self.factor.to(gradient.device))
         if self.limit is not None:
@@ -193,6 +199,26 @@ def snapshot_hyperparameters(optimizer: Optimizer) -> Hyperparameters:
         {k: _cloned(v) for k, v in group.items() if k not in _NOT_HYPERPARAMETERS}
         for group in optimizer.param_groups
     )
+
+
+def same_hyperparameters(taken: Hyperparameters, optimizer: Optimizer) -> bool:
+    """Whether the optimizer has still what `snapshot_hyperparameters` took."""
+    now = [
+        {k: v for k, v in group.items() if k not in _NOT_HYPERPARAMETERS}
+        for group in optimizer.param_groups
+    ]
+    return len(taken) == len(now) and all(
+        a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+        for a, b in zip(taken, now, strict=True)
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return bool(torch.equal(torch.as_tensor(a).cpu(), torch.as_tensor(b).cpu()))
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        return all(map(_same, a, b))
+    return bool(a == b)
 
 
 def _cloned(value: Any) -> Any:
@@ -820,7 +846,7 @@ class UnitOptimizer:
         used = 0
         for piece in batch:
             master, grad = piece.master, piece.grad
-            if grad.dtype != master.dtype or not _same_order(grad, master):
+            if grad.dtype != master.dtype or not _same_order(grad, master) or clip.changes:
                 end = used + master.numel()
                 if scratch is not None and end <= scratch.numel() and master.is_contiguous():
                     grad = scratch[used:end].view(master.shape)

@@ -22,7 +22,7 @@ from lohan_fx._compat import (
     TorchDispatchMode,
 )
 from lohan_fx.annotate import UnitLayout
-from lohan_fx.runtime.optimizer import UnitOptimizer
+from lohan_fx.runtime.optimizer import Clip, UnitOptimizer
 
 
 def update_scratch_bytes(
@@ -32,12 +32,13 @@ def update_scratch_bytes(
     *,
     mixed: bool,
     device: torch.device,
+    clips: bool = False,
 ) -> int:
-    """Most bytes that an update of the unit takes on `device`.
+    """Most bytes that an update of the unit takes on `device`; of clipped gradients, if `clips`.
 
     The first update takes more than later ones: it makes the optimizer's state anew.
     """
-    arguments = (optimizer, parameters, layout, mixed, device)
+    arguments = (optimizer, parameters, layout, mixed, device, clips)
     try:
         return _rehearse(FakeTensorMode(), *arguments)
     except DataDependentOutputException:  # the update branches on its state: ASGD
@@ -51,7 +52,9 @@ def _rehearse(
     layout: UnitLayout,
     mixed: bool,
     device: torch.device,
+    clips: bool,
 ) -> int:
+    clip = Clip(limit=1.0) if clips else None
     with mode:
         unit = UnitOptimizer(optimizer, parameters, prefer_fused=mixed)
         names = unit.state_names()
@@ -68,9 +71,9 @@ def _rehearse(
         with _Meter(device) as meter:
             for _ in range(2):
                 if mixed:
-                    unit.step_mixed(masters, grads, state, copies)
+                    unit.step_mixed(masters, grads, state, copies, clip=clip)
                 else:
-                    unit.step(masters, grads, state)
+                    unit.step(masters, grads, state, clip=clip)
         return meter.peak_bytes
 
 

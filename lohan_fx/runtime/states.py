@@ -105,7 +105,6 @@ class UnitStates:
     `sums` says of each parameter whether the unit's gradient flat holds a gradient of it; `grads`
     are views of that flat, for users, once there was need of them; `lent` and `guards` what else
     stands in ``.grad`` (`runtime.guards`). `positions` are the parameters' in model.parameters().
-    `home` is the slab of a host unit, and its offset there.
     `taken`: the optimizer's states of the unit are here, and no longer with the optimizer.
     `parked`: an SSD unit that is in host memory, because its file could not be written.
     """
@@ -123,7 +122,6 @@ class UnitStates:
     offset: int = -1
     visible: Tensor | None = None
     direct: Tensor | None = None
-    home: tuple[Arena, int] | None = None
     parked: bool = False
     taken: bool = False
     versions: list[int] = field(default_factory=list)
@@ -263,7 +261,6 @@ class ModelStates:
                 assert arena is not None
                 buffer = arena.view(host_offset, states.num_bytes)
                 arena.register(host_offset, states.num_bytes)
-                states.home = (arena, host_offset)
                 host_offset += states.num_bytes
             else:
                 assert self._mapping is not None
@@ -380,7 +377,7 @@ class ModelStates:
             raise StepError(
                 f"parameters of {written[0][0].unit.name} were written while updates of the last "
                 "step were running, and one of the two is lost: call model.lohan.sync() before "
-                "writing into parameters, or use another schedule than 'overlapped'"
+                "writing into parameters, or use another schedule than 'overlapped' and 'deferred'"
             )
         for states, moved in written:
             flats = states.flats
@@ -393,7 +390,7 @@ class ModelStates:
                     for view, p in zip(views, states.parameters, strict=True):
                         view.copy_(p.detach())
             self._expose(states)
-        if any(states.tier == "ssd" for states, _ in written):
+        if any(states.on_ssd for states, _ in written):
             self.flush()
 
     @staticmethod
@@ -411,6 +408,7 @@ class ModelStates:
         """Move a unit between device and host, between two steps: to `arena`, or the device.
 
         The parameters become views of where it is then. If there is no room, nothing has changed.
+        The copies have ended when it returns. Old memory goes with its slab, when all is closed.
         """
         if arena is None:
             buffer = torch.zeros(states.num_bytes, dtype=torch.uint8, device=self.device)
@@ -445,9 +443,7 @@ class ModelStates:
                 p.grad = states.guards[i]
             elif gradient is not None:
                 p.grad = gradient.to(p.device)
-        if states.home is not None:
-            states.home[0].release(*states.home[1:], states.num_bytes)
-        states.home = None if arena is None else (arena, 0)
+        # the old memory stays as it is: a state_dict() that somebody holds may look into it
 
     def park(self, states: UnitStates, buffer: Tensor, error: BaseException) -> bool:
         """Keep a unit in host memory whose new states, in `buffer`, could not be written.
@@ -516,7 +512,7 @@ class ModelStates:
                         own = self._grads(states)[i]
                         own.copy_(given)
                         p.grad = own
-                on_ssd |= states.tier == "ssd" and any(states.sums)
+                on_ssd |= states.on_ssd and any(states.sums)
         if on_ssd:
             self.flush()
 
@@ -564,6 +560,13 @@ class ModelStates:
                 if p.dtype != states.layout.dtype:
                     p.grad_dtype = states.layout.dtype
         return states.grads
+
+    def forget_grad_dtypes(self) -> None:
+        """Let parameters have gradients of their own dtype again, if they have none now."""
+        for states in self.trained:
+            for p in states.parameters:
+                if p.dtype != states.layout.dtype and p.grad is None:
+                    p.grad_dtype = p.dtype
 
     # -- gradients that are consumed ------------------------------------------------------------
 

@@ -39,7 +39,12 @@ from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.clipping import Clipping, Norms
 from lohan_fx.runtime.lanes import Lanes, RankedLane, Ticket
 from lohan_fx.runtime.native import adam
-from lohan_fx.runtime.optimizer import Clip, Hyperparameters, snapshot_hyperparameters
+from lohan_fx.runtime.optimizer import (
+    Clip,
+    Hyperparameters,
+    same_hyperparameters,
+    snapshot_hyperparameters,
+)
 from lohan_fx.runtime.recording import Label
 from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, on_device, views_of
 from lohan_fx.timeline import Lane as Lane_
@@ -169,6 +174,7 @@ class Updater:
         self._arrivals: dict[int, Ticket] = {}
         self._jobs: list[Ticket] = []
         self._held: list[_Given] = []
+        self._unscaled: set[int] = set()  # parameters whose ``.grad`` this step has divided
         self._emitted: list[tuple[int, list[bool]]] = []
         self._written: dict[int, dict[int, Tensor]] = {}
         self._lock = threading.Lock()
@@ -368,10 +374,12 @@ class Updater:
         """End the step, as optimizer.step() does: with late schedules updates go on.
 
         Raises:
+            StepError: hyperparameters are others than those that updates in backward had.
             as `join`.
         """
         kept = self._accumulation.kept
         begun = self.pending and self._updates_now
+        changed = begun and not same_hyperparameters(self._hyperparameters, self._optimizer)
         retries = self._held and (kept or self._begun) and not begun  # of a step that failed
         given = list(self._held) if retries else self._kept() if kept else self._left(begun)
         if given and not retries:
@@ -398,6 +406,15 @@ class Updater:
             self.join()
         self.pending = False
         self._accumulation.count = 0
+        self._unscaled.clear()
+        if changed:
+            raise StepError(
+                "the optimizer's hyperparameters were changed between backward and "
+                f"optimizer.step(), but with schedule {self.schedule!r} backward had updated units "
+                "with the old ones, and this step is done: change them before backward (as a "
+                "scheduler after optimizer.step() does), or compile with schedule='deferred' or "
+                "'serial', or gradients='kept'"
+            )
 
     def wait(self) -> None:
         """Wait until nothing reads the last step's gradients."""
@@ -459,9 +476,10 @@ class Updater:
             return False
         scale = getattr(self._optimizer, "grad_scale", None)
         if scale is not None:
-            for group in self._optimizer.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
+            for states in self._states.trained:  # others' are the optimizer's own to unscale
+                for p in states.parameters:
+                    if p.grad is not None and id(p) not in self._unscaled:
+                        self._unscaled.add(id(p))  # first: a step that is interrupted runs again
                         p.grad.div_(scale.to(p.grad.device))
         return True
 
