@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -22,3 +23,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interrupts() -> None:
+    """A shell that starts tests in the background makes them ignore Ctrl-C, which some send."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)

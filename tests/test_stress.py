@@ -151,7 +151,7 @@ def check(
         assert "lohan_fx-optimizer" in delays.threads
     if states == "ssd":
         assert any("io" in name for name in delays.threads)
-    assert leftovers(hw) == before == ([], [])
+    assert leftovers(hw) == before  # other files may have models that live on in fixtures
 
 
 def test_late_threads_change_nothing(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_memory_is_flat(
     assert files[59] == files[20]
     assert threads[59] == threads[20]
     model.lohan.close()
-    assert leftovers(hw) == before == ([], [])
+    assert leftovers(hw) == before  # other files may have models that live on in fixtures
 
 
 @pytest.mark.slow
