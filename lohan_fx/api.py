@@ -218,10 +218,18 @@ def compile(
             "the model was made by torch.compile, which lohan_fx.compile takes the place of: give "
             "the model itself"
         )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise LohanError(
+            f"optimizer= needs a torch.optim optimizer over the model's parameters, such as "
+            f"torch.optim.AdamW(model.parameters()), not {name}"
+        )
     if not isinstance(forwards, int) or isinstance(forwards, bool) or forwards < 1:
         raise LohanError(f"forwards={forwards!r}: use a number of forwards, at least 1")
     its_schedule = getattr(get(strategy), "schedule", None)
     if isinstance(plan, (str, Path)):
+        if not Path(plan).is_file():
+            raise LohanError(f"plan={str(plan)!r}: there is no such file")
         plan = Plan.load(plan)
     _check_gradients(
         optimizer, gradients, accumulate, clip_grad_norm, clip_grad_value, skip_nonfinite
@@ -246,6 +254,13 @@ def compile(
         raise LohanError(f"memory={memory!r}: write it as {{'device': '24GiB', 'host': '64GiB'}}")
     if progress not in (True, False, "auto"):
         raise LohanError(f"progress={progress!r}: use True, False or 'auto'")
+    if not isinstance(hw, (HardwareProfile, str, Path, type(None))):
+        raise LohanError(
+            f"hw={hw!r}: use a profile (lohan_fx.profile_hardware()), the name of a preset, or the "
+            "file of a saved profile"
+        )
+    if str(hw).endswith(".json") and isinstance(hw, (str, Path)) and not Path(hw).is_file():
+        raise LohanError(f"hw={str(hw)!r}: there is no such file")
     hw = (
         profile_hardware(progress=progress is not False)
         if hw is None
@@ -257,6 +272,8 @@ def compile(
         dtype = torch.bfloat16 if on_gpu else None
     elif isinstance(dtype, str):
         dtype = _dtype(dtype)
+    if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+        raise LohanError(f"dtype={dtype}: use a floating-point one, such as torch.bfloat16")
     if dtype is not None and optimizer is None:
         raise LohanError("dtype= needs optimizer=: without one there are no masters to update")
     if device.type == "cpu":

@@ -130,7 +130,10 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"cannot read {path}: {error.strerror or error}; weights are a local .safetensors file "
+            "or directory, or 'init' for the model's own initialization"
+        ) from error
     except SafetensorError as error:
         raise CheckpointError(
             f"{path} is no complete safetensors file: {error}; it was cut short, damaged, or is of "
@@ -185,7 +188,8 @@ def sharded(directory: Path, whole: str, index: str) -> FileStore:
         there = sorted(p.name for p in directory.iterdir())[:8]
         raise CheckpointError(
             f"{directory} has neither {whole} nor {index}; it has "
-            f"{', '.join(there) or 'nothing'}: give the .safetensors file itself"
+            f"{', '.join(there) or 'nothing'}. If the weights have another name, give that file; "
+            "to load weights without an optimizer's states, load(…, optimizer=False)"
         )
     try:
         places = json.loads(path.read_text())["weight_map"]

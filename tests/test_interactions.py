@@ -17,7 +17,7 @@ import lohan_fx
 import lohan_fx.compiled
 from lohan_fx.api import LohanModule
 from lohan_fx.backend import backend
-from lohan_fx.errors import StepError
+from lohan_fx.errors import LohanError, StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime.lanes import close_elsewhere
 from lohan_fx.runtime.ssd import Syscalls
@@ -336,3 +336,29 @@ def test_loading_in_the_middle_of_a_window_begins_it_again(
     lohan_fx.load(made, tmp_path / "checkpoint")
     assert all(map(torch.equal, steps(made, inputs, training), wanted))
     made.lohan.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hw": 5}, "hw=5: use a profile"),
+        ({"hw": "nowhere.json"}, "there is no such file"),
+        ({"plan": "nowhere.json"}, "there is no such file"),
+        ({"optimizer": torch.optim.AdamW}, r"optimizer= needs .* not AdamW"),
+        ({"dtype": torch.int32}, "use a floating-point one"),
+        ({"clip_grad_norm": "1"}, "use None or a number"),
+        ({"clip_grad_value": True}, "use None or a number"),
+        ({"skip_nonfinite": "yes"}, "use True or False"),
+        ({"refine": "yes"}, "use True, False or 'auto'"),
+        ({"loss_chunk_bytes": -1}, "use 0 .never. or a size"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments_are_named(
+    options: dict[str, Any], message: str, hw: HardwareProfile
+) -> None:
+    model, _ = make("mlp")
+    given = {"hw": hw, "optimizer": training_of("adamw", model).optimizer, **options}
+    with pytest.raises(LohanError, match=message):
+        lohan_fx.compile(model, **given)
+    assert not isinstance(model, LohanModule)
