@@ -262,6 +262,7 @@ def vars_of(x: Any) -> dict[str, Any]:
     return {name: getattr(x, name) for name in x.__dataclass_fields__}
 
 
+@pytest.mark.slow
 def test_measured_rows(here: lohan_fx.HardwareProfile) -> None:
     """Real steps: bytes by link are the predicted ones, losses do not depend on the strategy."""
     found = ablate(

@@ -74,6 +74,7 @@ def test_accelerate(options: dict[str, Any], tmp_path: Path) -> None:
     assert second == wanted[len(wanted) // 2 :]
 
 
+@pytest.mark.slow
 def test_pretrained_minilm(options: dict[str, Any]) -> None:
     """A few steps; the example itself takes more, and classifies four of five docstrings right."""
     few = {"num_steps": 2, "batch": 4, "num_tests": 16}

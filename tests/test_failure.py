@@ -381,6 +381,9 @@ class Trained(Run):
             self.model.lohan.prepare(**self.inputs)
         assert self.model.lohan.memory is None
         gc.collect()
+        until = time.monotonic() + 5  # a thread that was told to end needs a moment
+        while not set(threading.enumerate()) <= threads and time.monotonic() < until:
+            time.sleep(0.01)
         assert set(threading.enumerate()) <= threads
         assert not list(Path(hw.ssds[0].path).iterdir())
         self.check()
@@ -435,6 +438,7 @@ def test_an_interrupt_in_a_stage_of_set_up(
     run.close(hw)
 
 
+@pytest.mark.slow
 def test_every_system_call_of_set_up_may_fail(
     hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

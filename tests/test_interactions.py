@@ -90,8 +90,10 @@ def test_a_gradient_that_others_read_is_clipped_for_each_alone(
     made.lohan.close()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("write", ["copy_", "data", "load_state_dict"])
+@pytest.mark.parametrize(
+    ("write", "dtype"),
+    [("copy_", torch.bfloat16), ("data", None), ("load_state_dict", torch.bfloat16)],
+)
 @pytest.mark.parametrize(
     "turns",
     [
