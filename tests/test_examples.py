@@ -84,6 +84,7 @@ def test_pretrained_minilm(options: dict[str, Any]) -> None:
     assert len(found[0]) == 2
 
 
+@pytest.mark.slow
 def test_backend(tmp_path: Path) -> None:
     """By name, as `torch.compile` finds it once the package is installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -857,6 +857,7 @@ def child(root: Path, save: Path, num_steps: int) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_kill_9_beside_another_run(
     hw: HardwareProfile, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -496,6 +496,7 @@ def test_no_host_memory_and_no_ssd() -> None:
 # -- options --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_options_are_obeyed() -> None:
     workload = gpt_workload(layers=2)
     for states in ("device", "host", "ssd"):
