@@ -20,7 +20,6 @@ from torch import Tensor, fx, nn
 from lohan_fx import _compat, footprint
 from lohan_fx.annotate import StateLayout, annotate, module_name
 from lohan_fx.capture import Captured, InputRole, OutputRole, constants_of, copy_joint
-from lohan_fx.compiled import Memory, ssd_paths
 from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.passes import PassManager, Rewrite, pipeline
@@ -34,6 +33,7 @@ from lohan_fx.profiling import profile_hardware
 from lohan_fx.runtime.arena import PageLocker
 from lohan_fx.runtime.engine import Engine, SlotStore, slots_of
 from lohan_fx.runtime.lanes import Lanes, close_elsewhere
+from lohan_fx.runtime.memory import Memory, ssd_paths
 from lohan_fx.runtime.ops import engines
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.workload import Workload

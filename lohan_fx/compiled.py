@@ -15,7 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -47,19 +47,21 @@ from lohan_fx.printing import ProgramModule
 from lohan_fx.program import Program, Residency, lower, residency, waiting_bytes
 from lohan_fx.progress import Line, Shown
 from lohan_fx.refinement import MIN_GAIN, Measured, Outcome, Refinement
-from lohan_fx.runtime.arena import Arena, BufferRing, Layout, PageLocker, Region
+from lohan_fx.runtime.arena import Arena, Layout, PageLocker
 from lohan_fx.runtime.clipping import Clipping
 from lohan_fx.runtime.eager import ReadParameters
 from lohan_fx.runtime.engine import Engine, SlotStore, slots_of
 from lohan_fx.runtime.executor import Executor
 from lohan_fx.runtime.lanes import Counters, Lanes, close_elsewhere
+from lohan_fx.runtime.memory import Memory, ssd_paths
 from lohan_fx.runtime.op_timing import OpTimer
 from lohan_fx.runtime.ops import engines
 from lohan_fx.runtime.optimizer import UnitOptimizer, check_supported
 from lohan_fx.runtime.recording import Recorder, Stamp
 from lohan_fx.runtime.scratch import update_scratch_bytes
-from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
+from lohan_fx.runtime.ssd import StripedFile
 from lohan_fx.runtime.states import ModelStates
+from lohan_fx.runtime.step import Buffers, Resident, Step
 from lohan_fx.runtime.updates import Accumulation, Updater
 from lohan_fx.signature import Signature, difference, foreign_input, signature_of
 from lohan_fx.simulate import simulate
@@ -74,8 +76,6 @@ MAX_PROGRAMS = 16
 MAX_EVALUATIONS = 4
 """Programs without backward that are made for one model in all its life. What comes later, as the
 growing sequences of generation, runs op by op (`runtime.eager`)."""
-
-NUM_IO_THREADS = 4
 
 _COMPILED = "a model that lohan_fx.compile has made runs its own program: leave torch.compile out"
 
@@ -129,101 +129,6 @@ class CompiledProgram:
     instructions: Program
     memory: Residency
     executor: Executor
-
-
-@dataclass(kw_only=True)
-class Memory:
-    """What all programs of a model share: host memory, lanes, the SSD directory, the states.
-
-    `buffers` are what bytes pass through: staging, gradients, states under update, as
-    name → (number, bytes of all); they grow if a later program needs more. `connected`: the
-    updater has the present ones.
-    """
-
-    pin: bool
-    lanes: Lanes
-    store: SlotStore
-    locker: PageLocker
-    states: ModelStates = field(init=False)
-    updater: Updater | None = None
-    connected: bool = False
-    arena: Arena | None = None
-    moved: list[Arena] = field(default_factory=list)
-    buffers: dict[str, tuple[int, int]] = field(default_factory=dict)
-    buffer_arena: Arena | None = None
-    regions: dict[str, Region] = field(default_factory=dict)
-    pool: IoPool | None = None
-    run: RunDirectory | None = None
-    file: StripedFile | None = None
-
-    def open_ssd(self, paths: Sequence[str]) -> tuple[RunDirectory, IoPool]:
-        """Have a directory of this run, and threads for transfers."""
-        if self.run is None or self.pool is None:
-            self.run = RunDirectory(paths)
-            self.pool = IoPool(NUM_IO_THREADS * len(paths))
-        return self.run, self.pool
-
-    def grow_buffers(self, wanted: Mapping[str, tuple[int, int]]) -> bool:
-        """Have at least the `wanted` buffers; says whether that changed any."""
-        merged = dict(self.buffers)
-        for name, (count, size) in wanted.items():
-            merged[name] = (count, max(size, merged.get(name, (0, 0))[1]))
-        if merged == self.buffers:
-            return False
-        layout = Layout()
-        regions = {name: layout.reserve(size, name) for name, (_, size) in merged.items()}
-        arena = Arena(layout.total_bytes, pin=self.pin, locker=self.locker)
-        for region in regions.values():
-            arena.register(region.offset, region.num_bytes)
-        self.connected = False
-        if self.buffer_arena is not None:
-            self.buffer_arena.close()
-        self.buffer_arena, self.regions, self.buffers = arena, regions, merged
-        if "staging" in merged:
-            self.lanes.staging = self.ring("staging")
-        return True
-
-    def ring(self, name: str) -> BufferRing | None:
-        """A new ring over the buffers of that name."""
-        if name not in self.regions or self.buffer_arena is None:
-            return None
-        return BufferRing(self.buffer_arena, self.regions[name], self.buffers[name][0])
-
-    def buffer(self, name: str) -> Tensor:
-        """The one buffer of that name."""
-        assert self.buffer_arena is not None
-        region = self.regions[name]
-        return self.buffer_arena.view(region.offset, region.num_bytes)
-
-    def close(self) -> None:
-        """Join all threads, give all memory back, remove all files.
-
-        Memory behind parameters that somebody still holds goes with the last of them.
-        """
-        if self.updater is not None:
-            self.updater.abort()
-            self.updater.close()
-        self.lanes.close()
-        self.store.close()
-        if self.file is not None:
-            self.file.close()
-        if self.pool is not None:
-            self.pool.close()
-        if self.run is not None:
-            self.run.close()
-        for arena in (self.arena, self.buffer_arena, *self.moved):
-            if arena is not None:
-                arena.close()
-
-
-def ssd_paths(hw: HardwareProfile, need_bytes: int) -> list[str]:
-    """The profile's SSD directories. Raises InsufficientMemoryError if there are none."""
-    paths = [d.path for d in hw.ssds]
-    if not paths:
-        raise InsufficientMemoryError(
-            "ssd", need_bytes, 0, where="the plan", advice="give profile_hardware(ssd=[…])"
-        )
-    return paths
 
 
 class CompiledModel:
@@ -661,8 +566,8 @@ class CompiledModel:
             captured=captured,
             halves=halves,
             engine=engine,
-            parameters=_Resident(memory.states, captured),
-            buffers=_Buffers(self._model, self.options.device),
+            parameters=Resident(memory.states, captured),
+            buffers=Buffers(self._model, self.options.device),
         )
         return CompiledProgram(
             workload=workload,
@@ -810,7 +715,7 @@ class CompiledModel:
                 wanted = [r for r in executor.halves.backward_outputs if r.kind == "gradient"]
                 sources = [named[r.target] if r.target else inputs[r.index] for r in wanted]
                 at = (place, next(self._numbers))
-                flat = _Step.apply(executor, inputs, at, wanted, self._anchor, *sources)
+                flat = Step.apply(executor, inputs, at, wanted, self._anchor, *sources)
         return executor.captured.unflatten(flat, args, kwargs)
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -824,7 +729,7 @@ class CompiledModel:
                 "model.lohan.prepare(*args, **kwargs) with a batch as for training first"
             )
         for name, _ in self.model.named_buffers():
-            _Buffers(self._model, device)(name)
+            Buffers(self._model, device)(name)
         args, kwargs = pytree.tree_map(self._input, (args, kwargs))
         elsewhere = dtype is not None or any(p.device != device for p in parameters)
         read = ReadParameters(parameters, device, dtype) if elsewhere else nullcontext()
@@ -1293,98 +1198,6 @@ class _Waiting:
         if compiled is None:
             return 0
         return sum(len(p.executor.waiting) for p in compiled.programs.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _Resident:
-    """Name → the tensor that the graph reads of a device-resident parameter."""
-
-    states: ModelStates
-    captured: Captured
-    _found: dict[str, Tensor] = field(default_factory=dict)
-
-    def __call__(self, target: str) -> Tensor:
-        name = self.captured.first_name(target)
-        if name not in self._found:
-            self._found.update(self.states.resident_views())
-        return self._found[name]
-
-
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """Name → the module's buffer, moved to the compute device if it is elsewhere."""
-
-    model: weakref.ref[nn.Module]
-    device: torch.device
-
-    def __call__(self, target: str) -> Tensor:
-        model = self.model()
-        assert model is not None
-        owner, _, name = target.rpartition(".")
-        module = model.get_submodule(owner)
-        buffer = module._buffers[name]
-        assert buffer is not None
-        if buffer.device != self.device:
-            buffer.data = buffer.data.to(self.device)
-        return buffer
-
-
-class _Step(torch.autograd.Function):
-    """One step for autograd: saved tensors live in the program's own hands.
-
-    `sources` are the tensors whose gradients the program returns; the anchor makes autograd call
-    backward when the program consumes all gradients itself.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        executor: Executor,
-        inputs: list[Any],
-        at: tuple[int, int],
-        wanted: Any,
-        anchor: Tensor,
-        *sources: Tensor,
-    ) -> Any:
-        flat = executor.forward(inputs, *at)
-        ctx.executor = executor
-        ctx.pending = executor.pending
-        ctx.wanted = wanted
-        ctx.set_materialize_grads(False)
-        chosen = set(executor.differentiable)
-        flat = tuple(
-            v.view_as(v) if isinstance(v, Tensor) and any(v is x for x in inputs) else v
-            for v in flat
-        )
-        ctx.mark_non_differentiable(
-            *[v for i, v in enumerate(flat) if i not in chosen and isinstance(v, Tensor)]
-        )
-        ctx.shapes = {
-            i: (v.shape, v.stride(), v.dtype, v.device) for i in chosen for v in [flat[i]]
-        }
-        return flat
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise StepError(
-                "backward ran with create_graph=True, but a compiled step cannot be differentiated "
-                "twice: compute what needs second derivatives in a module that is not compiled"
-            )
-        tangents: dict[int, Tensor] = {}
-        for i, (shape, stride, dtype, device) in ctx.shapes.items():
-            tangent = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            given = gradients[i]
-            if given is None:
-                tangent.zero_()
-            elif given.stride() == stride:
-                tangent = given
-            else:
-                tangent.copy_(given)
-            tangents[i] = tangent
-        with torch.autocast(ctx.executor.captured.device.type, enabled=False):
-            found = ctx.executor.backward(ctx.pending, tangents)
-        return (None, None, None, None, None, *[found.get((r.target, r.index)) for r in ctx.wanted])
 
 
 def _num_states(

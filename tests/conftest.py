@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import torch
+
+from lohan_fx.hardware import HardwareProfile
+from tests.training import cpu_hardware, one_thread
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,16 +19,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
+def single_thread() -> Iterator[None]:
     """Tests' kernels are too small to share, and how many threads share one must not depend on
     the machine's load: sums would be rounded differently from run to run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
 def interrupts() -> None:
     """A shell that starts tests in the background makes them ignore Ctrl-C, which some send."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def hw(tmp_path: Path) -> HardwareProfile:
+    """A small machine, of this test alone, with an SSD tier in its temporary folder."""
+    return cpu_hardware(tmp_path)

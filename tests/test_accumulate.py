@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,24 +30,10 @@ from tests.loops import (
 from tests.models import loss_of, make
 from tests.training import (
     Training,
-    cpu_hardware,
     identical,
-    one_thread,
     remember_captures,
     training_of,
 )
-
-
-@pytest.fixture
-def hw(tmp_path: Path) -> HardwareProfile:
-    return cpu_hardware(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
-
 
 QUICK = {
     ("gpt2", "ssd", "optimized"),

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.architectures import ARCHITECTURES, documented, outcome, row, table
-from tests.training import one_thread
-
-
-@pytest.fixture(autouse=True, scope="module")
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
 
 ROWS = documented().splitlines(keepends=True)[3:-1]
 

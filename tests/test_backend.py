@@ -24,16 +24,10 @@ from lohan_fx.plan import Plan
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.workload import Workload
 from tests.architectures import everywhere, make
-from tests.training import cpu_hardware, identical, one_thread
+from tests.training import identical
 
 # Dynamo looks at .grad of what it is given, and hides the warning from all but pytest
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +36,6 @@ def fresh() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-@pytest.fixture
-def hw(tmp_path: Path) -> HardwareProfile:
-    return cpu_hardware(tmp_path)
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,25 +22,12 @@ from tests.loops import TIERS, assert_same, check, compiled, sometimes, windows
 from tests.models import loss_of, make
 from tests.training import (
     Training,
-    cpu_hardware,
     identical,
-    one_thread,
     remember_captures,
     training_of,
 )
 
 WAITING = ("serial", "deferred")
-
-
-@pytest.fixture
-def hw(tmp_path: Path) -> HardwareProfile:
-    return cpu_hardware(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 # -- by norm ---------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +28,12 @@ from tests.test_simulate import machine, make_the_plan, make_unit, make_workload
 from tests.training import (
     Squeezed,
     Training,
-    cpu_hardware,
     identical,
-    one_thread,
     remember_captures,
     training_of,
 )
 
 LATE_TIERS = ("host", "ssd")
-
-
-@pytest.fixture
-def hw(tmp_path: Path) -> HardwareProfile:
-    return cpu_hardware(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def running(model: nn.Module) -> bool:

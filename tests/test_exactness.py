@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,11 +31,9 @@ from tests.training import (
     NUM_STEPS,
     Squeezed,
     assert_identical,
-    cpu_hardware,
     eager,
     identical,
     ids,
-    one_thread,
     remember_captures,
     step,
     training_of,
@@ -102,17 +99,6 @@ def pairwise(factors: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
 
 PAIRS = [Case(*row) for row in (*pairwise(FACTORS), *pairwise(OTHER_FACTORS))]
 PRODUCT = [Case(*row) for row in itertools.product(*{**FACTORS, "strategy": names()}.values())]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture
-def hw(tmp_path: Path) -> HardwareProfile:
-    return cpu_hardware(tmp_path)
 
 
 def compiled(

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,9 @@ import pytest
 from examples import accelerate_loop, lightning_loop, minilm, trainer
 from lohan_fx.api import LohanModule
 from tests.architectures import everywhere
-from tests.training import cpu_hardware, one_thread
+from tests.training import cpu_hardware
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(autouse=True, scope="module")
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,7 @@ from tests.faults import Fault, Faults, interrupted
 from tests.models import loss_of, make
 from tests.training import (
     Squeezed,
-    cpu_hardware,
     identical,
-    one_thread,
     remember_captures,
     training_of,
 )
@@ -54,20 +51,9 @@ from tests.training import (
 TIERS = ("device", "host", "ssd")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssd, "_RETRIES_S", (0.001, 0.001, 0.001))
-
-
-@pytest.fixture
-def hw(tmp_path: Path) -> HardwareProfile:
-    return cpu_hardware(tmp_path)
 
 
 def tensors_of(state: Any, prefix: str = "") -> dict[str, Tensor]:

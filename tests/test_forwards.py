@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,23 +20,10 @@ from tests.models import loss_of, make
 from tests.training import (
     Squeezed,
     Training,
-    cpu_hardware,
     identical,
-    one_thread,
     remember_captures,
     training_of,
 )
-
-
-@pytest.fixture
-def hw(tmp_path: Path) -> HardwareProfile:
-    return cpu_hardware(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def half(inputs: dict[str, Any], k: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import functools
 import operator
 import random
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,6 @@ from tests.models import MLP, loss_of, make
 from tests.training import (
     Squeezed,
     assert_identical,
-    cpu_hardware,
     eager,
     remember_captures,
     step,
@@ -51,11 +49,6 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests' models are small: fuse all the same."""
     monkeypatch.setattr(clusters, "MIN_BYTES", 0)
     monkeypatch.setattr(align, "MIN_ELEMENTS", 0)
-
-
-@pytest.fixture
-def hw(tmp_path: Path) -> HardwareProfile:
-    return cpu_hardware(tmp_path)
 
 
 class Checked:

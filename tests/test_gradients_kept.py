@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,25 +20,12 @@ from tests import loops
 from tests.loops import TIERS, InjectedError, sometimes
 from tests.models import MLP, loss_of, make
 from tests.training import (
-    cpu_hardware,
     identical,
-    one_thread,
     remember_captures,
     training_of,
 )
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, dict[str, Any]], list[Tensor]]
-
-
-@pytest.fixture
-def hw(tmp_path: Path) -> HardwareProfile:
-    return cpu_hardware(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def compiled(

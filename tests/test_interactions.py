@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,7 @@ from lohan_fx.runtime.ssd import Syscalls
 from lohan_fx.runtime.updates import Updater
 from tests.models import make
 from tests.test_refinement import Turns, _Judged
-from tests.training import cpu_hardware, one_thread, training_of
-
-
-@pytest.fixture(autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture
-def hw(tmp_path: Path) -> HardwareProfile:
-    return cpu_hardware(tmp_path)
+from tests.training import training_of
 
 
 class Sums(nn.Module):

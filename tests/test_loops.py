@@ -9,8 +9,7 @@ import contextlib
 import inspect
 import logging
 import types
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import peft
@@ -27,18 +26,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.signature import Signature, difference, signature_of
 from tests import models
 from tests.architectures import ARCHITECTURES, everywhere, make
-from tests.training import cpu_hardware, identical, one_thread
-
-
-@pytest.fixture(autouse=True, scope="module")
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture
-def hw(tmp_path: Path) -> HardwareProfile:
-    return cpu_hardware(tmp_path)
+from tests.training import identical
 
 
 class Run(NamedTuple):

@@ -18,7 +18,7 @@ from lohan_fx.metrics import KEYS, LINKS
 from lohan_fx.runtime import ssd
 from tests.faults import Fault, Faults
 from tests.models import loss_of, make
-from tests.training import Squeezed, cpu_hardware, remember_captures, training_of
+from tests.training import Squeezed, remember_captures, training_of
 
 ON_CUDA = {"lohan/device_peak_bytes"}
 RATED = {"lohan/ssd_wear"}
@@ -42,11 +42,6 @@ class Run:
 
     def metrics(self) -> dict[str, float | int]:
         return self.model.lohan.metrics()
-
-
-@pytest.fixture
-def hw(tmp_path: Path) -> HardwareProfile:
-    return cpu_hardware(tmp_path)
 
 
 def test_every_key_is_explained_and_there(

@@ -27,7 +27,6 @@ from tests.models import MLP, loss_of, make
 from tests.training import (
     Squeezed,
     Training,
-    cpu_hardware,
     identical,
     remember_captures,
     training_of,
@@ -36,11 +35,6 @@ from tests.training import (
 TIERS = ("device", "host", "ssd")
 LATE_TIERS = ("host", "ssd")
 """Units on the device are updated by compute itself."""
-
-
-@pytest.fixture
-def hw(tmp_path: Path) -> HardwareProfile:
-    return cpu_hardware(tmp_path)
 
 
 def slow_updates(patch: pytest.MonkeyPatch, longest_s: float, seed: int = 0) -> None:

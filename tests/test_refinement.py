@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,10 @@ from lohan_fx.refinement import RECORDED_STEPS, corrected
 from lohan_fx.timeline import Span, Timeline
 from lohan_fx.workload import Workload
 from tests.models import make
-from tests.training import assert_identical, cpu_hardware, eager, one_thread, step, training_of
+from tests.training import assert_identical, cpu_hardware, eager, step, training_of
 from tests.workloads import gpt_workload, small_hardware
 
 NUM_STEPS = 7
-
-
-@pytest.fixture(autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @dataclass(frozen=True)

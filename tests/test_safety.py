@@ -54,24 +54,12 @@ from tests.training import (
     cpu_hardware,
     eager,
     identical,
-    one_thread,
     remember_captures,
     step,
     training_of,
 )
 
 TIERS = ("device", "host", "ssd")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture
-def hw(tmp_path: Path) -> HardwareProfile:
-    return cpu_hardware(tmp_path)
 
 
 class Run(NamedTuple):

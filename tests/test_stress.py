@@ -24,18 +24,13 @@ from lohan_fx.runtime.lanes import Lane, Ticket
 from lohan_fx.runtime.ssd import Syscalls
 from lohan_fx.runtime.updates import Updater
 from tests.models import loss_of, make
-from tests.training import Squeezed, cpu_hardware, identical, remember_captures, training_of
+from tests.training import Squeezed, identical, remember_captures, training_of
 
 STRATEGIES = ("swap-all", "recompute-all", "random", "lohan")
 LONGEST_S = 0.004
 FLAT_BYTES = 8 * 2**20
 """What the resident set may grow by in 40 steps, for heaps are never quite at rest. One copy of the
 weights kept at each step would be twice as much."""
-
-
-@pytest.fixture
-def hw(tmp_path: Path) -> HardwareProfile:
-    return cpu_hardware(tmp_path)
 
 
 class Delays:

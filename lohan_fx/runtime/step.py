@@ -1,0 +1,107 @@
+"""One step as autograd sees it, and where its program finds the tensors that nobody passes."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lohan_fx.capture import Captured
+from lohan_fx.errors import StepError
+from lohan_fx.runtime.executor import Executor
+from lohan_fx.runtime.states import ModelStates
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Name → the tensor that the graph reads of a device-resident parameter."""
+
+    states: ModelStates
+    captured: Captured
+    _found: dict[str, Tensor] = field(default_factory=dict)
+
+    def __call__(self, target: str) -> Tensor:
+        name = self.captured.first_name(target)
+        if name not in self._found:
+            self._found.update(self.states.resident_views())
+        return self._found[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Name → the module's buffer, moved to the compute device if it is elsewhere."""
+
+    model: weakref.ref[nn.Module]
+    device: torch.device
+
+    def __call__(self, target: str) -> Tensor:
+        model = self.model()
+        assert model is not None
+        owner, _, name = target.rpartition(".")
+        module = model.get_submodule(owner)
+        buffer = module._buffers[name]
+        assert buffer is not None
+        if buffer.device != self.device:
+            buffer.data = buffer.data.to(self.device)
+        return buffer
+
+
+class Step(torch.autograd.Function):
+    """One step for autograd: saved tensors live in the program's own hands.
+
+    `sources` are the tensors whose gradients the program returns; the anchor makes autograd call
+    backward when the program consumes all gradients itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        executor: Executor,
+        inputs: list[Any],
+        at: tuple[int, int],
+        wanted: Any,
+        anchor: Tensor,
+        *sources: Tensor,
+    ) -> Any:
+        flat = executor.forward(inputs, *at)
+        ctx.executor = executor
+        ctx.pending = executor.pending
+        ctx.wanted = wanted
+        ctx.set_materialize_grads(False)
+        chosen = set(executor.differentiable)
+        flat = tuple(
+            v.view_as(v) if isinstance(v, Tensor) and any(v is x for x in inputs) else v
+            for v in flat
+        )
+        ctx.mark_non_differentiable(
+            *[v for i, v in enumerate(flat) if i not in chosen and isinstance(v, Tensor)]
+        )
+        ctx.shapes = {
+            i: (v.shape, v.stride(), v.dtype, v.device) for i in chosen for v in [flat[i]]
+        }
+        return flat
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise StepError(
+                "backward ran with create_graph=True, but a compiled step cannot be differentiated "
+                "twice: compute what needs second derivatives in a module that is not compiled"
+            )
+        tangents: dict[int, Tensor] = {}
+        for i, (shape, stride, dtype, device) in ctx.shapes.items():
+            tangent = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            given = gradients[i]
+            if given is None:
+                tangent.zero_()
+            elif given.stride() == stride:
+                tangent = given
+            else:
+                tangent.copy_(given)
+            tangents[i] = tangent
+        with torch.autocast(ctx.executor.captured.device.type, enabled=False):
+            found = ctx.executor.backward(ctx.pending, tangents)
+        return (None, None, None, None, None, *[found.get((r.target, r.index)) for r in ctx.wanted])
