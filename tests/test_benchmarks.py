@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_twice_and_resumed(tmp_path: Path) -> None:
-    """The life of a toy in five processes, two of which are killed with SIGKILL."""
+    """The life of a toy in four processes, two of which are killed with SIGKILL."""
     out = tmp_path / "life.json"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "benchmarks/gpu/life.py"), "--tiny"]

