@@ -483,7 +483,7 @@ class _Given:
         if isinstance(model, Workload):
             self.name = model.name
         elif not isinstance(model, Planned):
-            from lohan_fx.planning import make_tracer
+            from lohan_fx.model_arguments import make_tracer
 
             self.tracer = make_tracer(
                 model,
