@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +33,30 @@ def single_thread() -> Iterator[None]:
 def interrupts() -> None:
     """A shell that starts tests in the background makes them ignore Ctrl-C, which some send."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def threads_of_models() -> set[threading.Thread]:
+    """Threads of models that are neither closed nor gone."""
+    return {t for t in threading.enumerate() if t.name.startswith("lohan_fx")}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def every_model_is_closed() -> Iterator[None]:
+    """No module leaves a model behind that still has its threads.
+
+    What is there before a module's first test is taken out of the collector's sight: most of it is
+    imported code, and to walk through it is what `gc.collect` would take its time for.
+    """
+    gc.collect()
+    gc.freeze()
+    before = threads_of_models()
+    yield
+    gc.collect()
+    until = time.monotonic() + 5  # a thread that was told to end needs a moment
+    while threads_of_models() - before and time.monotonic() < until:
+        time.sleep(0.01)
+    left = sorted(t.name for t in threads_of_models() - before)
+    assert not left, f"a test of this module leaves a model open, with threads {left}"
 
 
 @pytest.fixture
