@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lohan_fx.hardware import HardwareProfile
-from tests.training import cpu_hardware, one_thread
+from tests.training import cpu_hardware, model_threads, one_thread
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,11 +34,6 @@ def interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def threads_of_models() -> set[threading.Thread]:
-    """Threads of models that are neither closed nor gone."""
-    return {t for t in threading.enumerate() if t.name.startswith("lohan_fx")}
-
-
 @pytest.fixture(autouse=True, scope="module")
 def every_model_is_closed() -> Iterator[None]:
     """No module leaves a model behind that still has its threads.
@@ -49,13 +43,13 @@ def every_model_is_closed() -> Iterator[None]:
     """
     gc.collect()
     gc.freeze()
-    before = threads_of_models()
+    before = model_threads()
     yield
     gc.collect()
     until = time.monotonic() + 5  # a thread that was told to end needs a moment
-    while threads_of_models() - before and time.monotonic() < until:
+    while model_threads() - before and time.monotonic() < until:
         time.sleep(0.01)
-    left = sorted(t.name for t in threads_of_models() - before)
+    left = sorted(t.name for t in model_threads() - before)
     assert not left, f"a test of this module leaves a model open, with threads {left}"
 
 
