@@ -739,8 +739,17 @@ def test_an_exception_in_an_update(
 # -- evaluation and state ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("states", TIERS)
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize(
+    ("name", "states"),
+    [
+        ("gpt2", "device"),
+        ("resnet", "host"),
+        ("gpt2", "ssd"),
+        pytest.param("resnet", "device", marks=pytest.mark.slow),
+        pytest.param("gpt2", "host", marks=pytest.mark.slow),
+        pytest.param("resnet", "ssd", marks=pytest.mark.slow),
+    ],
+)
 def test_evaluation_between_steps(
     name: str, states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
