@@ -1,4 +1,8 @@
-"""Options shared by all tests."""
+"""Options shared by all tests.
+
+Nothing heavy is imported here: pytest-xdist's controller reads this file, too, before it starts
+the workers, and runs no test.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,12 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from lohan_fx.hardware import HardwareProfile
-from tests.training import cpu_hardware, model_threads, one_thread
+if TYPE_CHECKING:
+    from lohan_fx.hardware import HardwareProfile
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,10 +25,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection() -> None:
+    """Imports make a million objects and next to no garbage: the collector need not look."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def single_thread() -> Iterator[None]:
     """Tests' kernels are too small to share, and how many threads share one must not depend on
     the machine's load: sums would be rounded differently from run to run."""
+    from tests.training import one_thread
+
     with one_thread():
         yield
 
@@ -41,6 +57,8 @@ def every_model_is_closed() -> Iterator[None]:
     What is there before a module's first test is taken out of the collector's sight: most of it is
     imported code, and to walk through it is what `gc.collect` would take its time for.
     """
+    from tests.training import model_threads
+
     gc.collect()
     gc.freeze()
     before = model_threads()
@@ -56,4 +74,6 @@ def every_model_is_closed() -> Iterator[None]:
 @pytest.fixture
 def hw(tmp_path: Path) -> HardwareProfile:
     """A small machine, of this test alone, with an SSD tier in its temporary folder."""
+    from tests.training import cpu_hardware
+
     return cpu_hardware(tmp_path)
