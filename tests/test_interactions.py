@@ -23,7 +23,7 @@ from lohan_fx.runtime.ssd import Syscalls
 from lohan_fx.runtime.updates import Updater
 from tests.models import make
 from tests.test_refinement import Turns, _Judged
-from tests.training import training_of
+from tests.training import remember_captures, training_of
 
 
 class Sums(nn.Module):
@@ -52,8 +52,10 @@ class Sums(nn.Module):
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_a_gradient_that_others_read_is_clipped_for_each_alone(
-    options: dict[str, Any], tier: str, hw: HardwareProfile
+    options: dict[str, Any], tier: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    remember_captures(monkeypatch, "sums")
+
     def run(model: nn.Module, optimizer: torch.optim.Optimizer, plain: bool) -> list[Tensor]:
         torch.manual_seed(1)
         x = torch.randn(8, 16, requires_grad=True)
@@ -72,7 +74,8 @@ def test_a_gradient_that_others_read_is_clipped_for_each_alone(
     wanted = run(plain, torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9), True)
     model = Sums()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    made = lohan_fx.compile(model, hw=hw, optimizer=optimizer, states=tier, **options)  # type: ignore[arg-type]
+    options = {"strategy": "keep-all", "states": tier, **options}
+    made = lohan_fx.compile(model, hw=hw, optimizer=optimizer, **options)
     found = run(made, optimizer, False)
     assert all(map(torch.equal, found, wanted))
     made.lohan.close()  # type: ignore[attr-defined]
@@ -154,8 +157,11 @@ def test_units_that_move_take_along_what_was_written(
 
 
 @pytest.mark.parametrize("schedule", ["naive", "optimized", "overlapped", "serial", "deferred"])
-def test_a_learning_rate_that_changes_after_backward(schedule: str, hw: HardwareProfile) -> None:
+def test_a_learning_rate_that_changes_after_backward(
+    schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where units have been updated by then, an error says so; elsewhere the new one counts."""
+    remember_captures(monkeypatch, "mlp")
 
     def run(model: nn.Module, inputs: dict[str, Any], training: Any) -> list[float]:
         losses = []
@@ -178,6 +184,7 @@ def test_a_learning_rate_that_changes_after_backward(schedule: str, hw: Hardware
         model,
         hw=hw,
         optimizer=training.optimizer,
+        strategy="keep-all",
         states="host",
         schedule=schedule,  # type: ignore[arg-type]
     )
@@ -197,6 +204,7 @@ def test_forward_after_an_interrupted_step(
     schedule: str, tier: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads the weights that the step makes, whenever they are done."""
+    remember_captures(monkeypatch, "mlp")
     plain, inputs = make("mlp")
     theirs = training_of("adamw", plain)
     model, _ = make("mlp")
@@ -205,6 +213,7 @@ def test_forward_after_an_interrupted_step(
         model,
         hw=hw,
         optimizer=ours.optimizer,
+        strategy="keep-all",
         states=tier,
         schedule=schedule,  # type: ignore[arg-type]
     )
