@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lohan_fx._compat import Unmoved
+from lohan_fx.arguments import check_count, check_flag, check_outputs
 from lohan_fx.capture import Outputs
 from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES
 from lohan_fx.compiled import CompiledModel, Gradients, Options
@@ -224,13 +225,13 @@ def compile(
             f"optimizer= needs a torch.optim optimizer over the model's parameters, such as "
             f"torch.optim.AdamW(model.parameters()), not {name}"
         )
-    if not isinstance(forwards, int) or isinstance(forwards, bool) or forwards < 1:
-        raise LohanError(f"forwards={forwards!r}: use a number of forwards, at least 1")
+    check_count("forwards", forwards, "forwards")
+    check_outputs(outputs)
     its_schedule = getattr(get(strategy), "schedule", None)
     if isinstance(plan, (str, Path)):
-        if not Path(plan).is_file():
-            raise LohanError(f"plan={str(plan)!r}: there is no such file")
         plan = Plan.load(plan)
+    elif not isinstance(plan, (Plan, type(None))):
+        raise LohanError(f"plan={plan!r}: use a plan (lohan_fx.plan(…).plan), or its file")
     _check_gradients(
         optimizer, gradients, accumulate, clip_grad_norm, clip_grad_value, skip_nonfinite
     )
@@ -245,35 +246,16 @@ def compile(
         by_default = its_schedule
     schedule = _schedule(schedule, waits, by_default, plan)
     planner = PlannerOptions(states=states, swap_to=swap_to, schedule=schedule)
-    for name, choice in (("fused", fused), ("refine", refine)):
-        if choice not in (True, False, "auto"):
-            raise LohanError(f"{name}={choice!r}: use True, False or 'auto'")
-    if loss_chunk_bytes < 0:
-        raise LohanError(f"loss_chunk_bytes={loss_chunk_bytes!r}: use 0 (never) or a size in bytes")
-    if memory is not None and not isinstance(memory, Mapping):
-        raise LohanError(f"memory={memory!r}: write it as {{'device': '24GiB', 'host': '64GiB'}}")
-    if progress not in (True, False, "auto"):
-        raise LohanError(f"progress={progress!r}: use True, False or 'auto'")
-    if not isinstance(hw, (HardwareProfile, str, Path, type(None))):
-        raise LohanError(
-            f"hw={hw!r}: use a profile (lohan_fx.profile_hardware()), the name of a preset, or the "
-            "file of a saved profile"
-        )
-    if str(hw).endswith(".json") and isinstance(hw, (str, Path)) and not Path(hw).is_file():
-        raise LohanError(f"hw={str(hw)!r}: there is no such file")
-    hw = (
-        profile_hardware(progress=progress is not False)
-        if hw is None
-        else hardware(str(hw) if isinstance(hw, Path) else hw)
-    )
+    for name, choice in (("fused", fused), ("refine", refine), ("progress", progress)):
+        check_flag(name, choice, "auto")
+    check_count("loss_chunk_bytes", loss_chunk_bytes, "bytes, or 0 for never", least=0)
+    hw = profile_hardware(progress=progress is not False) if hw is None else hardware(hw)
     device = _device(hw)
     if dtype == "auto":
         on_gpu = device.type == "cuda" and optimizer is not None
         dtype = torch.bfloat16 if on_gpu else None
-    elif isinstance(dtype, str):
-        dtype = _dtype(dtype)
-    if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
-        raise LohanError(f"dtype={dtype}: use a floating-point one, such as torch.bfloat16")
+    elif dtype is not None:
+        dtype = dtype_of(dtype)
     if dtype is not None and optimizer is None:
         raise LohanError("dtype= needs optimizer=: without one there are no masters to update")
     if device.type == "cpu":
@@ -343,8 +325,7 @@ def _check_gradients(
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (number and value >= 0):
             raise LohanError(f"{name}={value!r}: use None or a number that is not negative")
-    if not isinstance(skip_nonfinite, bool):
-        raise LohanError(f"skip_nonfinite={skip_nonfinite!r}: use True or False")
+    check_flag("skip_nonfinite", skip_nonfinite)
     if clip_grad_norm is not None and clip_grad_value is not None:
         raise LohanError("clip_grad_norm and clip_grad_value together have no order: use one")
     asked = {
@@ -400,13 +381,19 @@ _DTYPES = {
     "float16": torch.float16,
     "fp32": torch.float32,
     "float32": torch.float32,
+    "fp64": torch.float64,
+    "float64": torch.float64,
 }
 
 
-def _dtype(name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise LohanError(f"dtype={name!r}: use 'auto', None, a torch.dtype, or one of {[*_DTYPES]}")
-    return _DTYPES[name]
+def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
+    """A compute dtype by its name, or as it is."""
+    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found is None or found not in _DTYPES.values():
+        raise LohanError(
+            f"dtype={dtype!r}: use 'auto', None, one of {', '.join(_DTYPES)}, or the torch.dtype"
+        )
+    return found
 
 
 def _device(hw: HardwareProfile) -> torch.device:

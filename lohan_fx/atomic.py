@@ -339,4 +339,7 @@ def _sync_directory(path: Path) -> None:
 def found(directory: Path) -> Path:
     """Where the directory is, also if its replacement was cut short between two renames."""
     target = Path(os.path.realpath(directory))
-    return _previous(target) if not target.exists() and _previous(target).is_dir() else target
+    try:
+        return _previous(target) if not target.exists() and _previous(target).is_dir() else target
+    except OSError as error:
+        raise StorageError(f"cannot use {directory}: {error.strerror}; name another") from error

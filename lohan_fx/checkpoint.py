@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import operator
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lohan_fx import manifest
+from lohan_fx.arguments import check_count, check_flag, path_of
 from lohan_fx.atomic import DTYPE_NAMES, TensorFile, TextFile, tensor_files, write_directory
 from lohan_fx.atomic import found as found_directory
 from lohan_fx.compiled import CompiledModel, Loaded
@@ -107,15 +107,23 @@ def save(
         StorageError: too little space (the message has path, need and have), or a failed write.
         LohanError: `extra` has something that cannot be written; the model has no data yet.
     """
-    target = Path(directory)
+    target = path_of("directory", directory)
     compiled = _compiled(model)
     optimizer = _chosen(compiled, optimizer)
+    if step is not None:
+        step = check_count("step", step, "steps", least=0)
+    if not isinstance(extra, (Mapping, type(None))):
+        raise LohanError(f"extra={extra!r}: give a dict, such as {{'scheduler': …}}")
+    try:
+        limit = parse_bytes(max_shard_bytes)
+    except ValueError as error:
+        raise LohanError(f"max_shard_bytes: {error}") from error
     if compiled is not None:
         compiled.check_ended()
         compiled.check_whole()
     tensors: dict[str, Tensor] = {}
     description: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    description["step"] = None if step is None else operator.index(step)
+    description["step"] = step
     description["extra"] = _encode(dict(extra or {}), "extra", tensors)
     description["random"] = _encode(_random_states(), "random", tensors)
     places = places_of(model)
@@ -126,7 +134,6 @@ def save(
             "one, or model.lohan.prepare(*inputs), before saving"
         )
     aliases = {name: place.name for place in places for name in place.names[1:]}
-    limit = parse_bytes(max_shard_bytes)
     with _lent(compiled, optimizer):
         weights = {place.name: place.tensor for place in places}
         files = tensor_files(weights, WHOLE, limit, {"format": "pt", **aliases})
@@ -183,8 +190,10 @@ def load(
             model then refuses to run and to be saved until another checkpoint is loaded.
         StepError: between backward and ``optimizer.step()``.
     """
-    path = found_directory(Path(directory))
+    path = found_directory(path_of("directory", directory))
     compiled = _compiled(model)
+    check_flag("rng", rng)
+    check_flag("verify", verify)
     optimizer = _chosen(compiled, optimizer)
     if compiled is not None:
         compiled.check_ended()
@@ -208,8 +217,11 @@ def load(
             "model.to_empty(device='cpu')"
         )
     tensors = dict(zip(extra.infos, map(torch.clone, extra.read(extra.infos)), strict=True))
-    found = _decode(description["extra"], tensors)
-    random_states = _decode(description["random"], tensors)
+    try:
+        found = _decode(description["extra"], tensors)
+        random_states = _decode(description["random"], tensors)
+    except KeyError as error:
+        raise CheckpointError(f"{extra.name} lacks {error}: load another checkpoint") from error
     take_buffers(model, places, store, keys)
     ours = compiled is not None and states is not None and optimizer is compiled.optimizer
     with _loading(compiled, ("model", "optimizer") if ours else ("model",)):
@@ -225,7 +237,13 @@ def load(
             else:
                 states.load_plainly(tensors)
     if rng:
-        _set_random_states(random_states)
+        try:
+            _set_random_states(random_states)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} has no whole states of the random generators ({error!r}); all else has "
+                "been loaded: load(…, rng=False) leaves them out"
+            ) from error
     return Checkpoint(path=path, step=description["step"], extra=found)
 
 
@@ -233,7 +251,7 @@ def latest(directory: str | Path) -> Path | None:
     """The checkpoint with the highest step among the directories in `directory`; None if there
     is none. Checkpoints that were cut short, or whose description is damaged, do not count."""
     found: list[tuple[int, Path]] = []
-    root = Path(directory)
+    root = path_of("directory", directory)
     for path in root.iterdir() if root.is_dir() else ():
         with contextlib.suppress(CheckpointError):
             step = manifest.read(path)["step"]
@@ -271,6 +289,11 @@ class _DescriptionFile:
 
 
 def _compiled(model: nn.Module) -> CompiledModel | None:
+    if not isinstance(model, nn.Module):
+        raise LohanError(
+            "a checkpoint is of a torch.nn.Module and its optimizer, not of a "
+            f"{type(model).__name__}"
+        )
     found = model.__dict__.get("_lohan")
     return found if isinstance(found, CompiledModel) else None
 
@@ -280,6 +303,9 @@ def _chosen(
 ) -> Optimizer | None:
     if optimizer is None and compiled is not None:
         return compiled.optimizer
+    if optimizer is not None and optimizer is not False and not isinstance(optimizer, Optimizer):
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise LohanError(f"optimizer={name}: use None, False or a torch.optim.Optimizer")
     return optimizer or None
 
 

@@ -74,9 +74,10 @@ def read(directory: Path, *, verify: bool = True) -> dict[str, Any]:
             f"{file} is damaged: it has other values than were saved. Load another checkpoint; if "
             'you changed them on purpose, remove its last entry, "checksum"'
         )
-    lost = [k for k in ("step", "extra", "random", "files") if k not in found]
-    if lost:
-        raise CheckpointError(f"{file} is damaged: it lacks {', '.join(lost)}")
+    kinds: dict[str, Any] = {"step": int | None, "extra": dict, "random": dict, "files": list}
+    wrong = [k for k, kind in kinds.items() if not isinstance(found.get(k, ...), kind)]
+    if wrong:
+        raise CheckpointError(f"{file} is damaged: it lacks {', '.join(wrong)}")
     return found
 
 

@@ -22,7 +22,8 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from lohan_fx.annotate import Slice, StateLayout, UnitLayout, annotate, unit_layouts
-from lohan_fx.api import LohanModule
+from lohan_fx.api import LohanModule, dtype_of
+from lohan_fx.arguments import check_call, check_count, check_flag, check_outputs
 from lohan_fx.capture import Outputs, capture
 from lohan_fx.depth import Repetition, cut, repetitions
 from lohan_fx.errors import CaptureError, InsufficientMemoryError, LohanError
@@ -71,7 +72,7 @@ def plan(
     optimizer: Optimizer = "adamw",
     strategy: str | Planner = DEFAULT_STRATEGY,
     memory: Mapping[str, int | str] | None = None,
-    dtype: torch.dtype | Literal["auto"] | None = "auto",
+    dtype: torch.dtype | str | None = "auto",
     outputs: Outputs = "auto",
     states: Literal["auto", "device", "host", "ssd"] = "auto",
     swap_to: Literal["auto", "host", "ssd"] = "auto",
@@ -182,8 +183,8 @@ class Tracer:
         return self._found[batch]
 
     def _trace(self, batch: int | None) -> Traced:
-        if batch is not None and batch < 1:
-            raise LohanError(f"batch={batch}: a batch has at least one sample")
+        if batch is not None:
+            check_count("batch", batch, "samples")
         args, kwargs = self.inputs(batch)
         workload, how = self._replicated(args, kwargs)
         size, count, items = _count(args, kwargs)
@@ -504,7 +505,7 @@ def make_tracer(
     hw: HardwareProfile,
     sequence: int | None = None,
     optimizer: Optimizer = "adamw",
-    dtype: torch.dtype | Literal["auto"] | None = "auto",
+    dtype: torch.dtype | str | None = "auto",
     outputs: Outputs = "auto",
     accumulates: bool = False,
     full_trace: bool = False,
@@ -514,6 +515,11 @@ def make_tracer(
     Raises:
         LohanError: an unknown name, a missing input, a model that is compiled already.
     """
+    if sequence is not None:
+        check_count("sequence", sequence, "tokens")
+    check_flag("accumulates", accumulates)
+    check_flag("full_trace", full_trace)
+    check_outputs(outputs)
     if isinstance(model, str):
         model = named(model)
     module, own, name, items = _module_of(model, sequence)
@@ -530,6 +536,8 @@ def make_tracer(
     if dtype == "auto":
         on_gpu = hw.device_kind != "cpu" and optimizer is not None
         dtype = torch.bfloat16 if on_gpu else None
+    elif dtype is not None:
+        dtype = dtype_of(dtype)
     if dtype is not None and optimizer is None:
         raise LohanError("dtype= needs optimizer=: without one there are no masters to update")
     return Tracer(
@@ -695,6 +703,7 @@ def _built(model: Callable[[], Any]) -> tuple[nn.Module, Inputs | None]:
             f"model is {type(model).__name__}: give a name, a torch.nn.Module, a function that "
             "builds one, or a transformers configuration"
         )
+    check_call(model, 0, "the function that builds the model is called without arguments")
     with torch.device("meta"):
         made = model()
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)

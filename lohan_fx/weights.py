@@ -167,6 +167,8 @@ class MappingStore:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         for key, value in tensors.items():
+            if not isinstance(key, str):
+                raise LohanError(f"weights has the key {key!r}: keys are names of parameters")
             if not isinstance(value, Tensor) or value.is_meta:
                 kind = "a meta tensor" if isinstance(value, Tensor) else type(value).__name__
                 raise LohanError(f"weights[{key!r}] is {kind}: give tensors that have data")
