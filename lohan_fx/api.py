@@ -223,7 +223,7 @@ def compile(
         progress=progress,
         forwards=forwards,
         loss_chunk_bytes=loss_chunk_bytes,
-        memory=memory,
+        outputs=outputs,
     )
     check_gradients(
         optimizer, gradients, accumulate, clip_grad_norm, clip_grad_value, skip_nonfinite

@@ -6,12 +6,12 @@ that is here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from lohan_fx.arguments import check_count, check_flag, check_outputs
 from lohan_fx.compiled import Gradients
 from lohan_fx.errors import HardwareError, LohanError
 from lohan_fx.hardware import HardwareProfile
@@ -33,18 +33,14 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_choices(
-    *, fused: Any, refine: Any, progress: Any, forwards: Any, loss_chunk_bytes: int, memory: Any
+    *, fused: Any, refine: Any, progress: Any, forwards: Any, loss_chunk_bytes: Any, outputs: Any
 ) -> None:
     """Refuse values that the independent arguments do not have."""
-    if not isinstance(forwards, int) or isinstance(forwards, bool) or forwards < 1:
-        raise LohanError(f"forwards={forwards!r}: use a number of forwards, at least 1")
+    check_count("forwards", forwards, "forwards")
+    check_outputs(outputs)
     for name, choice in (("fused", fused), ("refine", refine), ("progress", progress)):
-        if choice not in (True, False, "auto"):
-            raise LohanError(f"{name}={choice!r}: use True, False or 'auto'")
-    if loss_chunk_bytes < 0:
-        raise LohanError(f"loss_chunk_bytes={loss_chunk_bytes!r}: use 0 (never) or a size in bytes")
-    if memory is not None and not isinstance(memory, Mapping):
-        raise LohanError(f"memory={memory!r}: write it as {{'device': '24GiB', 'host': '64GiB'}}")
+        check_flag(name, choice, "auto")
+    check_count("loss_chunk_bytes", loss_chunk_bytes, "bytes, or 0 for never", least=0)
 
 
 def check_gradients(
@@ -65,8 +61,7 @@ def check_gradients(
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (number and value >= 0):
             raise LohanError(f"{name}={value!r}: use None or a number that is not negative")
-    if not isinstance(skip_nonfinite, bool):
-        raise LohanError(f"skip_nonfinite={skip_nonfinite!r}: use True or False")
+    check_flag("skip_nonfinite", skip_nonfinite)
     if clip_grad_norm is not None and clip_grad_value is not None:
         raise LohanError("clip_grad_norm and clip_grad_value together have no order: use one")
     asked = {
@@ -87,11 +82,11 @@ def check_gradients(
 
 def chosen_plan(plan: Plan | str | Path | None) -> Plan | None:
     """The plan to use in place of the strategy's, read if it is a file."""
-    if not isinstance(plan, (str, Path)):
-        return plan
-    if not Path(plan).is_file():
-        raise LohanError(f"plan={str(plan)!r}: there is no such file")
-    return Plan.load(plan)
+    if isinstance(plan, (str, Path)):
+        return Plan.load(plan)
+    if not isinstance(plan, (Plan, type(None))):
+        raise LohanError(f"plan={plan!r}: use a plan (lohan_fx.plan(…).plan), or its file")
+    return plan
 
 
 def chosen_schedule(
@@ -133,18 +128,7 @@ def chosen_schedule(
 
 def chosen_hardware(hw: HardwareProfile | str | Path | None, progress: Shown) -> HardwareProfile:
     """The profile that is given, named or in a file; this machine's, measured now, if None."""
-    if hw is None:
-        return profile_hardware(progress=progress is not False)
-    if not isinstance(hw, (HardwareProfile, str, Path)):
-        raise LohanError(
-            f"hw={hw!r}: use a profile (lohan_fx.profile_hardware()), the name of a preset, or the "
-            "file of a saved profile"
-        )
-    if isinstance(hw, HardwareProfile):
-        return hardware(hw)
-    if str(hw).endswith(".json") and not Path(hw).is_file():
-        raise LohanError(f"hw={str(hw)!r}: there is no such file")
-    return hardware(str(hw))
+    return profile_hardware(progress=progress is not False) if hw is None else hardware(hw)
 
 
 def device_of(hw: HardwareProfile) -> torch.device:
@@ -166,7 +150,19 @@ _DTYPES = {
     "float16": torch.float16,
     "fp32": torch.float32,
     "float32": torch.float32,
+    "fp64": torch.float64,
+    "float64": torch.float64,
 }
+
+
+def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
+    """A compute dtype by its name, or as it is."""
+    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found is None or found not in _DTYPES.values():
+        raise LohanError(
+            f"dtype={dtype!r}: use 'auto', None, one of {', '.join(_DTYPES)}, or the torch.dtype"
+        )
+    return found
 
 
 def chosen_dtype(
@@ -177,14 +173,8 @@ def chosen_dtype(
     """The compute dtype; None is the model's own."""
     if dtype == "auto":
         dtype = torch.bfloat16 if device.type == "cuda" and optimizer is not None else None
-    if isinstance(dtype, str):
-        if dtype not in _DTYPES:
-            raise LohanError(
-                f"dtype={dtype!r}: use 'auto', None, a torch.dtype, or one of {[*_DTYPES]}"
-            )
-        dtype = _DTYPES[dtype]
-    if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
-        raise LohanError(f"dtype={dtype}: use a floating-point one, such as torch.bfloat16")
+    elif dtype is not None:
+        dtype = dtype_of(dtype)
     if dtype is not None and optimizer is None:
         raise LohanError("dtype= needs optimizer=: without one there are no masters to update")
     return dtype

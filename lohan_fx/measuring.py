@@ -69,8 +69,6 @@ class Runner:
     steps: int = 3
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise LohanError(f"steps={self.steps}: measure at least one step")
         if self.hw.device_kind == "cuda" and not torch.cuda.is_available():
             raise HardwareError(
                 f"profile {self.hw.name!r} is of a CUDA device, and this machine has none: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 
 from lohan_fx.annotate import StateLayout
 from lohan_fx.api import LohanModule
+from lohan_fx.arguments import check_call, check_count, check_flag, check_outputs
 from lohan_fx.capture import Outputs
+from lohan_fx.compile_arguments import dtype_of
 from lohan_fx.errors import LohanError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.models import NamedModel, named
@@ -36,7 +38,7 @@ def make_tracer(
     hw: HardwareProfile,
     sequence: int | None = None,
     optimizer: Optimizer = "adamw",
-    dtype: torch.dtype | Literal["auto"] | None = "auto",
+    dtype: torch.dtype | str | None = "auto",
     outputs: Outputs = "auto",
     accumulates: bool = False,
     full_trace: bool = False,
@@ -46,6 +48,11 @@ def make_tracer(
     Raises:
         LohanError: an unknown name, a missing input, a model that is compiled already.
     """
+    if sequence is not None:
+        check_count("sequence", sequence, "tokens")
+    check_flag("accumulates", accumulates)
+    check_flag("full_trace", full_trace)
+    check_outputs(outputs)
     if isinstance(model, str):
         model = named(model)
     module, own, name, items = _module_of(model, sequence)
@@ -62,6 +69,8 @@ def make_tracer(
     if dtype == "auto":
         on_gpu = hw.device_kind != "cpu" and optimizer is not None
         dtype = torch.bfloat16 if on_gpu else None
+    elif dtype is not None:
+        dtype = dtype_of(dtype)
     if dtype is not None and optimizer is None:
         raise LohanError("dtype= needs optimizer=: without one there are no masters to update")
     return Tracer(
@@ -104,6 +113,7 @@ def _built(model: Callable[[], Any]) -> tuple[nn.Module, Inputs | None]:
             f"model is {type(model).__name__}: give a name, a torch.nn.Module, a function that "
             "builds one, or a transformers configuration"
         )
+    check_call(model, 0, "the function that builds the model is called without arguments")
     with torch.device("meta"):
         made = model()
     module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)

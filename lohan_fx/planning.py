@@ -42,7 +42,7 @@ def plan(
     optimizer: Optimizer = "adamw",
     strategy: str | Planner = DEFAULT_STRATEGY,
     memory: Mapping[str, int | str] | None = None,
-    dtype: torch.dtype | Literal["auto"] | None = "auto",
+    dtype: torch.dtype | str | None = "auto",
     outputs: Outputs = "auto",
     states: Literal["auto", "device", "host", "ssd"] = "auto",
     swap_to: Literal["auto", "host", "ssd"] = "auto",

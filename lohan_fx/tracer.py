@@ -20,9 +20,10 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from lohan_fx.annotate import Slice, StateLayout, UnitLayout, annotate, unit_layouts
+from lohan_fx.arguments import check_count
 from lohan_fx.capture import Outputs, capture
 from lohan_fx.depth import Repetition, cut, repetitions
-from lohan_fx.errors import CaptureError, LohanError
+from lohan_fx.errors import CaptureError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.replicate import NotRepeatedError, extrapolate
 from lohan_fx.runtime.scratch import update_scratch_bytes
@@ -80,8 +81,8 @@ class Tracer:
         return self._found[batch]
 
     def _trace(self, batch: int | None) -> Traced:
-        if batch is not None and batch < 1:
-            raise LohanError(f"batch={batch}: a batch has at least one sample")
+        if batch is not None:
+            check_count("batch", batch, "samples")
         args, kwargs = self.inputs(batch)
         workload, how = self._replicated(args, kwargs)
         size, count, items = _count(args, kwargs)
