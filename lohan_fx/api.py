@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,7 +17,7 @@ from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES
 from lohan_fx.compiled import CompiledModel, Gradients, Options
 from lohan_fx.errors import HardwareError, LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import WAITING, Plan, Schedule
+from lohan_fx.plan import SCHEDULES, WAITING, WHOLE, Plan, Schedule
 from lohan_fx.planned import hardware
 from lohan_fx.planners import Planner, PlannerOptions, get
 from lohan_fx.printing import ProgramModule
@@ -156,8 +156,10 @@ def compile(
             backward. "overlapped": "optimized", and what is left of them runs beside the next
             forward (call ``model.lohan.sync()`` before you read or write a parameter that you
             hold; the model's own ``parameters()``, ``state_dict()`` and ``load_state_dict()``
-            do). "deferred": all of them run there, none before ``optimizer.step()``. "auto": the
-            strategy's own, or what the options below need.
+            do). "deferred": all of them run there, none before ``optimizer.step()``. "speculative":
+            so it is, but host units are updated beside backward all the same, into second copies
+            (14 bytes a parameter more of host memory), which count if no gradient had to be
+            clipped. "auto": the strategy's own, or what the options below need.
         fused: compile what lies between matrix products and attention with Inductor: faster, and
             equal to rounding where eager's own kernels are equal to the bit. "auto": on CUDA.
         plan: a plan made earlier for the same model and inputs, or its file; replaces the
@@ -176,8 +178,9 @@ def compile(
             ``optimizer.step()`` that comes earlier ends the step with what there is. "manual":
             every backward outside of ``with model.no_sync():`` is the last one.
         clip_grad_norm: scale the gradients of every step so that their norm is no larger, as
-            torch.nn.utils.clip_grad_norm_ does. It needs all of them before the first update:
-            "auto" is schedule "deferred" then. ``model.lohan.grad_norm`` is the last norm.
+            torch.nn.utils.clip_grad_norm_ does. It needs all of them before the first update
+            counts: "auto" is schedule "speculative" then, or "deferred" where host memory has no
+            room for that. ``model.lohan.grad_norm`` is the last norm.
         clip_grad_value: bring every element of them into [-value, value], with any schedule.
         skip_nonfinite: leave a step out whose gradients have no finite norm; schedules as for
             `clip_grad_norm`. ``model.lohan.skipped_steps`` counts them.
@@ -240,10 +243,12 @@ def compile(
     elif clip_grad_norm is not None or skip_nonfinite:
         asks = "skip_nonfinite" if clip_grad_norm is None else "clip_grad_norm"
         waits = f"{asks} needs the norm of all gradients before the first update"
-    by_default: Schedule = "serial" if gradients == "kept" else "deferred"
+    by_default: Schedule = "serial" if gradients == "kept" else "speculative"
     if its_schedule in WAITING:
         by_default = its_schedule
-    schedule = _schedule(schedule, waits, by_default, plan)
+    allowed = WAITING if gradients == "kept" else WHOLE
+    speculates = bool(waits) and schedule == "auto" and by_default == "speculative"
+    schedule = _schedule(schedule, waits, by_default, allowed, plan)
     planner = PlannerOptions(states=states, swap_to=swap_to, schedule=schedule)
     for name, choice in (("fused", fused), ("refine", refine)):
         if choice not in (True, False, "auto"):
@@ -301,6 +306,7 @@ def compile(
             clip_grad_value=clip_grad_value,
             skip_nonfinite=skip_nonfinite,
             forwards=forwards,
+            may_defer=speculates,
             refine=_refines(device) if refine == "auto" else refine,
             progress=progress,
         ),
@@ -367,13 +373,15 @@ def _schedule(
     schedule: Schedule | Literal["auto"],
     waits: str,
     default: Schedule,
+    allowed: Collection[Schedule],
     plan: Plan | None,
 ) -> Schedule | Literal["auto"]:
     """The schedule to plan with.
 
     Args:
-        waits: why no update may begin before optimizer.step(), if so.
+        waits: why no update may count before optimizer.step(), if so.
         default: what "auto" is then.
+        allowed: the schedules with which none does.
 
     Raises:
         LohanError: updates of the schedule, or of the plan, would begin too early.
@@ -381,10 +389,11 @@ def _schedule(
     if not waits:
         return schedule
     wanted = schedule if plan is None else plan.schedule
-    if wanted not in ("auto", *WAITING):
+    if wanted not in ("auto", *allowed):
+        others = " or ".join(repr(s) for s in SCHEDULES if s in allowed)
         raise LohanError(
             f"schedule {wanted!r} updates units before optimizer.step(), but {waits}: use "
-            f"schedule='deferred' or 'serial' ('auto' is {default!r} here)"
+            f"schedule={others} ('auto' is {default!r} here)"
         )
     return default if wanted == "auto" else wanted
 
