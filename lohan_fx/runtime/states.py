@@ -375,7 +375,7 @@ class ModelStates:
             states.shown = [_alone(v) for v in views_of(states.visible, states.layout.slices)]
             for p, memory in zip(states.parameters, states.shown, strict=True):
                 if p.is_meta:
-                    realize(p, memory)
+                    realize(p, memory.data)  # a version of its own: updates are no writes of users
                 else:
                     p.data = memory
             states.users = [storage_users(memory) for memory in states.shown]
