@@ -374,6 +374,11 @@ def export_joint(
         yield JointExport(gm, tuple(gm.graph.output_node().meta["desc"]))
 
 
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors and arrays share a tensor's memory; only differences mean anything."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
 def specialize(inputs: Sequence[Any]) -> None:
     """Fix every size that torch.compile left open in these inputs: it guards them as they are."""
     for x in inputs:

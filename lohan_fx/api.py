@@ -164,8 +164,10 @@ def compile(
             backward. "overlapped": "optimized", and what is left of them runs beside the next
             forward (call ``model.lohan.sync()`` before you read or write a parameter that you
             hold; the model's own ``parameters()``, ``state_dict()`` and ``load_state_dict()``
-            do). "deferred": all of them run there, none before ``optimizer.step()``. "auto": the
-            strategy's own, or what the options below need.
+            do). "deferred": all of them run there, none before ``optimizer.step()``. "speculative":
+            so it is, but host units are updated beside backward all the same, into second copies
+            (14 bytes a parameter more of host memory), which count if no gradient had to be
+            clipped. "auto": the strategy's own, or what the options below need.
         fused: compile what lies between matrix products and attention with Inductor: faster, and
             equal to rounding where eager's own kernels are equal to the bit. "auto": on CUDA.
         plan: a plan made earlier for the same model and inputs, or its file; replaces the
@@ -184,8 +186,9 @@ def compile(
             ``optimizer.step()`` that comes earlier ends the step with what there is. "manual":
             every backward outside of ``with model.no_sync():`` is the last one.
         clip_grad_norm: scale the gradients of every step so that their norm is no larger, as
-            torch.nn.utils.clip_grad_norm_ does. It needs all of them before the first update:
-            "auto" is schedule "deferred" then. ``model.lohan.grad_norm`` is the last norm.
+            torch.nn.utils.clip_grad_norm_ does. It needs all of them before the first update
+            counts: "auto" is schedule "speculative" then, or "deferred" where host memory has no
+            room for that. ``model.lohan.grad_norm`` is the last norm.
         clip_grad_value: bring every element of them into [-value, value], with any schedule.
         skip_nonfinite: leave a step out whose gradients have no finite norm; schedules as for
             `clip_grad_norm`. ``model.lohan.skipped_steps`` counts them.
@@ -229,7 +232,7 @@ def compile(
         optimizer, gradients, accumulate, clip_grad_norm, clip_grad_value, skip_nonfinite
     )
     plan = chosen_plan(plan)
-    schedule = chosen_schedule(
+    chosen = chosen_schedule(
         schedule,
         strategy,
         plan,
@@ -237,7 +240,7 @@ def compile(
         clip_grad_norm=clip_grad_norm,
         skip_nonfinite=skip_nonfinite,
     )
-    planner = PlannerOptions(states=states, swap_to=swap_to, schedule=schedule)
+    planner = PlannerOptions(states=states, swap_to=swap_to, schedule=chosen)
     hw = chosen_hardware(hw, progress)
     device = device_of(hw)
     options = Options(
@@ -257,6 +260,7 @@ def compile(
         clip_grad_value=clip_grad_value,
         skip_nonfinite=skip_nonfinite,
         forwards=forwards,
+        may_defer=schedule == "auto" and chosen == "speculative",
         refine=_refines(device) if refine == "auto" else refine,
         progress=progress,
     )

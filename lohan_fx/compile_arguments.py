@@ -15,7 +15,7 @@ from lohan_fx.arguments import check_count, check_flag, check_outputs
 from lohan_fx.compiled import Gradients
 from lohan_fx.errors import HardwareError, LohanError
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import WAITING, Plan, Schedule
+from lohan_fx.plan import SCHEDULES, WAITING, WHOLE, Plan, Schedule
 from lohan_fx.planned import hardware
 from lohan_fx.planners import Planner, get
 from lohan_fx.profiling import profile_hardware
@@ -106,22 +106,25 @@ def chosen_schedule(
     """
     own = getattr(get(strategy), "schedule", None)
     default: Schedule
+    allowed = WHOLE
     if gradients == "kept":
+        allowed = WAITING
         why = "with gradients='kept' the gradients are the user's until then"
         default = "serial"
     elif clip_grad_norm is not None or skip_nonfinite:
         asks = "skip_nonfinite" if clip_grad_norm is None else "clip_grad_norm"
         why = f"{asks} needs the norm of all gradients before the first update"
-        default = "deferred"
+        default = "speculative"
     else:
         return schedule
     if own in WAITING:
         default = own
     wanted = schedule if plan is None else plan.schedule
-    if wanted not in ("auto", *WAITING):
+    if wanted not in ("auto", *allowed):
+        others = " or ".join(repr(s) for s in reversed(SCHEDULES) if s in allowed)
         raise LohanError(
             f"schedule {wanted!r} updates units before optimizer.step(), but {why}: use "
-            f"schedule='deferred' or 'serial' ('auto' is {default!r} here)"
+            f"schedule={others} ('auto' is {default!r} here)"
         )
     return default if wanted == "auto" else wanted
 

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from lohan_fx.metrics import Meter
 from lohan_fx.passes import PassManager, Rewrite, pipeline
 from lohan_fx.passes.split import split
 from lohan_fx.passes.verify import check_invariants, check_program
-from lohan_fx.plan import LATE, WAITING, Plan, Tier
+from lohan_fx.plan import LATE, WAITING, WHOLE, Plan, Schedule, Tier
 from lohan_fx.planners import make_plan
 from lohan_fx.planners.registry import Planner, PlannerOptions
 from lohan_fx.printing import ProgramModule
@@ -98,7 +98,10 @@ _STAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `lohan_fx.compile` was asked for; see there."""
+    """What `lohan_fx.compile` was asked for; see there.
+
+    `may_defer`: schedule "speculative" is not the user's wish; without room, "deferred" does.
+    """
 
     hw: HardwareProfile
     budget: MemoryBudget
@@ -116,6 +119,7 @@ class Options:
     clip_grad_value: float | None = None
     skip_nonfinite: bool = False
     forwards: int = 1
+    may_defer: bool = False
     refine: bool = False
     progress: Shown = "auto"
 
@@ -376,7 +380,7 @@ class CompiledModel:
 
     def _build(self, captured: Captured, workload: Workload, plan: Plan) -> CompiledProgram:
         """Make the program of a plan. Units are where it wants them, or nowhere yet."""
-        if self._needs_whole_gradients and plan.schedule not in WAITING:
+        if self._needs_whole_gradients and plan.schedule not in self._whole_schedules:
             raise PlanError(
                 f"{plan.strategy!r} planned schedule {plan.schedule!r}, which updates units "
                 "before optimizer.step(), but the options about gradients need all of them before: "
@@ -399,6 +403,10 @@ class CompiledModel:
                 self._connect(self.memory, workload, plan)
         with self._stage("rewrite"):
             return self._rewrite(captured, workload, plan)
+
+    @property
+    def _whole_schedules(self) -> frozenset[Schedule]:
+        return WAITING if self._accumulation.kept else WHOLE
 
     @property
     def _needs_whole_gradients(self) -> bool:
@@ -428,7 +436,7 @@ class CompiledModel:
         others = options.forwards - 1
         budget = options.budget
         while True:
-            plan = make_plan(options.strategy, workload, hw, budget, planner)
+            plan = self._plan_once(workload, hw, budget, planner)
             if not others:
                 return plan
             program = lower(workload, plan)
@@ -462,6 +470,25 @@ class CompiledModel:
                     advice=f"give more memory, or a smaller forwards= than {options.forwards}",
                 )
             budget = dataclasses.replace(budget, **less)
+
+    def _plan_once(
+        self,
+        workload: Workload,
+        hw: HardwareProfile,
+        budget: MemoryBudget,
+        planner: PlannerOptions,
+    ) -> Plan:
+        """A plan; with late updates if early ones into second copies have no room in host memory,
+        or drive units to the SSD."""
+        strategy = self.options.strategy
+        if not self.options.may_defer or planner.states == "ssd":
+            return make_plan(strategy, workload, hw, budget, planner)
+        with suppress(InsufficientMemoryError):
+            plan = make_plan(strategy, workload, hw, budget, planner)
+            if all(unit.tier != "ssd" for unit in plan.units.values()):
+                return plan
+        deferred = dataclasses.replace(planner, schedule="deferred")
+        return make_plan(strategy, workload, hw, budget, deferred)
 
     def _slots_move(self, workload: Workload, plan: Plan) -> bool:
         """Whether a program needs more slots than there are."""
@@ -662,6 +689,8 @@ class CompiledModel:
         if self.optimizer is None or not self._trained:
             memory.connected = True
             return
+        if plan.schedule == "speculative":
+            memory.make_spares()
         old = memory.updater
         rings = {tier: memory.ring(f"gradients {tier}") for tier in ("host", "ssd")}
         own = {i: f"gradients of {unit.name}" for i, unit in enumerate(workload.units)}
@@ -959,7 +988,7 @@ class CompiledModel:
     def sync(self) -> None:
         """Wait until parameters and optimizer states are those that the last step made.
 
-        Only schedules "overlapped" and "deferred" leave any of that to the next step.
+        Only late schedules leave any of that to the next step.
 
         Raises:
             the first error of an update.

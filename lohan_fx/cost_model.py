@@ -237,7 +237,8 @@ def iteration_time(
         options: which extensions count; `CostOptions()` if None.
         schedule: "serial" updates after backward (ZeRO), "naive" reads, updates and writes
             one unit after another during backward, "optimized" overlaps the three, "overlapped"
-            also with the next forward; "deferred" with the next forward only.
+            also with the next forward; "deferred" with the next forward only; "speculative" is
+            "overlapped" here: nothing has to be clipped.
 
     Raises:
         HardwareError: the profile has no rate for a resource that the demand uses.
@@ -250,7 +251,7 @@ def iteration_time(
         forward["ssd"] += rates.ssd_write(demand.ssd_state_write_bytes)
     forward_s = max(forward.values())
     backward = _backward_terms(rates, demand, schedule)
-    if schedule == "overlapped":
+    if schedule in ("overlapped", "speculative"):
         _hide_behind_forward(rates, demand, forward_s, forward, backward)
     optimizer_s = 0.0
     if schedule == "serial":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from lohan_fx.plan import PIPELINED, WAITING, Plan, Schedule, Tier
+from lohan_fx.plan import PIPELINED, WHOLE, Plan, Schedule, Tier
 from lohan_fx.workload import Unit, Workload
 
 PAGE_BYTES = 4096
@@ -40,6 +40,14 @@ def unit_bytes(unit: Unit) -> int:
     return align(unit.compute_bytes) + align(unit.state_bytes)
 
 
+def spare_bytes(unit: Unit, tier: Tier, schedule: Schedule) -> int:
+    """Bytes of the second copy that schedule "speculative" updates a host unit into, aligned: all
+    of it but the flat in which gradients add up."""
+    if schedule != "speculative" or tier != "host" or not unit.trainable:
+        return 0
+    return align(unit.compute_bytes) + align(unit.state_bytes - unit.accumulator_bytes)
+
+
 def _in_tier(units: Iterable[Unit], tiers: Mapping[str, Tier], tier: Tier) -> list[Unit]:
     return [u for u in units if tiers[u.name] == tier]
 
@@ -49,14 +57,14 @@ def has_own_buffer(
 ) -> bool:
     """Whether a unit's gradients wait for its update in a host buffer of their own.
 
-    They do with schedules "serial" and "deferred", which update after backward, unless they are
-    added to what the unit has; with "overlapped", so that backward need not wait for updates (units
-    on SSD have a ring all the same: host memory is what they lack); and where the device writes
-    gradients as they are made (`direct`).
+    They do with schedules "serial", "deferred" and "speculative", which have them until
+    optimizer.step(), unless they are added to what the unit has; with "overlapped", so that
+    backward need not wait for updates (units on SSD have a ring all the same: host memory is what
+    they lack); and where the device writes gradients as they are made (`direct`).
     """
     if not unit.trainable or tier == "device":
         return False
-    waits = schedule in WAITING and not unit.accumulator_bytes
+    waits = schedule in WHOLE and not unit.accumulator_bytes
     waits = waits or (schedule == "overlapped" and tier == "host")
     return waits or unit.name in direct
 
@@ -100,8 +108,8 @@ def gradient_bytes_needed(
 def state_ring(units: Iterable[Unit], tiers: Mapping[str, Tier], schedule: Schedule) -> Ring:
     """Host buffers through which trainable SSD units pass while they are updated.
 
-    Schedules "optimized", "overlapped" and "deferred" read unit i−1, update i and write i+1 at once
-    (LoHan §IV-C): three buffers of the largest unit. The others have one unit in flight.
+    Pipelined schedules read unit i−1, update i and write i+1 at once (LoHan §IV-C): three buffers
+    of the largest unit. The others have one unit in flight.
     """
     sizes = [unit_bytes(u) for u in _in_tier(units, tiers, "ssd") if u.trainable]
     if not sizes:
@@ -136,6 +144,7 @@ def host_breakdown(
     units = tuple(units)
     return {
         "units": sum(unit_bytes(u) for u in _in_tier(units, tiers, "host")),
+        "spares": sum(spare_bytes(u, tiers[u.name], schedule) for u in units),
         "gradients": gradient_bytes_needed(units, tiers, schedule, direct),
         "state ring": state_ring(units, tiers, schedule).total_bytes,
         "staging": staging(units, tiers, ssd_residuals).total_bytes,
@@ -193,9 +202,10 @@ def ssd_slots(workload: Workload, plan: Plan) -> dict[str, tuple[int, int]]:
 def host_bytes_needed(workload: Workload, plan: Plan) -> dict[str, int]:
     """Host bytes by purpose, page-aligned; their sum is what the runtime allocates.
 
-    "units": compute copies and states of host units; "gradients": buffers that receive
-    gradients; "state ring": buffers in which SSD units are updated; "staging": bounce buffers
-    of SSD traffic; "residuals": activations swapped to host memory.
+    "units": compute copies and states of host units; "spares": their second copies, with schedule
+    "speculative"; "gradients": buffers that receive gradients; "state ring": buffers in which SSD
+    units are updated; "staging": bounce buffers of SSD traffic; "residuals": activations swapped to
+    host memory.
     """
     return host_breakdown(
         workload.units,

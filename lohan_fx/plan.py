@@ -20,21 +20,33 @@ from lohan_fx.errors import PlanError, format_bytes
 
 Tier = Literal["device", "host", "ssd"]
 Action = Literal["keep", "swap", "recompute"]
-Schedule = Literal["serial", "naive", "optimized", "overlapped", "deferred"]
+Schedule = Literal["serial", "naive", "optimized", "overlapped", "deferred", "speculative"]
 Access = Literal["fetch", "direct"]
 Emission = Literal["copy", "direct"]
 
 TIERS: tuple[Tier, ...] = ("device", "host", "ssd")
-SCHEDULES: tuple[Schedule, ...] = ("serial", "naive", "optimized", "overlapped", "deferred")
+SCHEDULES: tuple[Schedule, ...] = (
+    "serial",
+    "naive",
+    "optimized",
+    "overlapped",
+    "deferred",
+    "speculative",
+)
 
-PIPELINED: frozenset[Schedule] = frozenset({"optimized", "overlapped", "deferred"})
+PIPELINED: frozenset[Schedule] = frozenset({"optimized", "overlapped", "deferred", "speculative"})
 """Schedules that read states ahead and write them back beside the next update (LoHan §IV-C)."""
 
-LATE: frozenset[Schedule] = frozenset({"overlapped", "deferred"})
+LATE: frozenset[Schedule] = frozenset({"overlapped", "deferred", "speculative"})
 """Schedules whose updates may run beside the next forward."""
 
 WAITING: frozenset[Schedule] = frozenset({"serial", "deferred"})
 """Schedules that update nothing before optimizer.step(): by then gradients are whole."""
+
+WHOLE: frozenset[Schedule] = WAITING | {"speculative"}
+"""Schedules whose updates count from optimizer.step() on, so that gradients can be clipped by their
+norm. "speculative" updates host units beside backward, into spare memory, as if nothing had to be
+clipped; what turns out wrong is done again. Its other units wait, as with "deferred"."""
 
 FORMAT_VERSION = 1
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lohan_fx.errors import PlanError
-from lohan_fx.plan import WAITING, Plan, Tier, UnitPlan
+from lohan_fx.plan import WHOLE, Plan, Tier, UnitPlan
 from lohan_fx.workload import MODEL_INPUT_KINDS, Op, Phase, Workload
 
 Kind = Literal[
@@ -522,7 +522,8 @@ class _Lowering:
 
     @property
     def _updates_late(self) -> bool:
-        return self.plan.schedule in WAITING
+        """Whether units in the device tier wait for optimizer.step()."""
+        return self.plan.schedule in WHOLE
 
     def _pinned(self) -> frozenset[str]:
         kept = {v.name for v in self.workload.values.values() if v.is_output}

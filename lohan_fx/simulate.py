@@ -31,7 +31,7 @@ from lohan_fx.footprint import (
     tiers_of,
 )
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import LATE, PIPELINED, WAITING, Plan
+from lohan_fx.plan import LATE, PIPELINED, WAITING, WHOLE, Plan, Tier
 from lohan_fx.program import (
     Instruction,
     Program,
@@ -375,7 +375,7 @@ class _Updates:
         """Backward begins; it will emit the gradients of these units."""
         self.counts = counts
         self._rank = {u.name: -i for i, u in enumerate(order)}
-        if self.schedule == "deferred":
+        if self._waits("ssd"):
             return
         self._order = deque(u for u in order if self.tiers[u.name] == "ssd")
         if self.schedule in PIPELINED and self._order:
@@ -384,13 +384,18 @@ class _Updates:
     def emitted(self, unit: Unit, arrival: Signal) -> None:
         """A unit's gradients are on their way to the host, in a buffer of the ring unless the
         device wrote them directly."""
-        if self.schedule in WAITING:
-            if unit.accumulator_bytes:
-                arrival = self._worker.submit(self._add(unit, arrival))
-                self._ends.append(arrival)
+        if self.schedule in WHOLE and unit.accumulator_bytes:
+            arrival = self._worker.submit(self._add(unit, arrival))
+            self._ends.append(arrival)
+        if self._waits(self.tiers[unit.name]):
             self._held.append((unit, arrival))
-            return
-        self._start(unit, arrival)
+        else:
+            self._start(unit, arrival)
+
+    def _waits(self, tier: Tier) -> bool:
+        """Whether updates of units in a tier wait for optimizer.step(). (A simulated step clips
+        nothing, so that what schedule "speculative" did in backward is right.)"""
+        return self.schedule in WAITING or (self.schedule == "speculative" and tier != "host")
 
     def _start(self, unit: Unit, arrival: Signal) -> None:
         """Update a unit when its gradients are there."""
@@ -398,7 +403,7 @@ class _Updates:
         def job() -> Process:
             yield arrival
             yield from self._update(unit)
-            if self.schedule not in WAITING and not self.has_own_buffer(unit):
+            if self.schedule not in WHOLE and not self.has_own_buffer(unit):
                 self.rings[self.tiers[unit.name]].release()
 
         if self.schedule not in LATE:
@@ -410,7 +415,8 @@ class _Updates:
         self._ends.append(self._worker.submit(job(), rank=rank, ready=arrival))
 
     def release(self) -> None:
-        """optimizer.step() with schedule "deferred": start all updates, as forward needs them."""
+        """optimizer.step() with a schedule of which some updates wait for it: start them, as
+        forward needs them."""
         held = sorted(self._held, key=lambda each: self._rank[each[0].name])
         self._held.clear()
         self._order = deque(u for u, _ in held if self.tiers[u.name] == "ssd")
@@ -594,8 +600,8 @@ class _Step:
     # -- the program ------------------------------------------------------------------------
 
     def _execute(self) -> Process:
-        """With schedules "overlapped" and "deferred" the second of two steps counts: it has the
-        first one's updates beside it, as every step but the first has."""
+        """With late schedules the second of two steps counts: it has the first one's updates
+        beside it, as every step but the first has."""
         if self.plan.schedule in LATE:
             yield from self._once()
             self.origin = self.time
@@ -635,7 +641,7 @@ class _Step:
         self.backward_end = self.time
         if not backward:
             self.forward_end = self.time
-        if self.plan.schedule == "deferred":
+        if self.plan.schedule in LATE & WHOLE:
             self._update_on_device("optimizer")
             self.updates.release()
             yield self.time
@@ -721,7 +727,7 @@ class _Step:
         unit = self.workload.unit_by_name[x.name]
         if x.tier == "device":
             self._held.append(unit)
-            if self.plan.schedule not in WAITING:
+            if self.plan.schedule not in WHOLE:
                 self._update_on_device("backward")
             return
         if x.name in self.updates.direct:

@@ -27,7 +27,7 @@ from tests.training import (
     training_of,
 )
 
-WAITING = ("serial", "deferred")
+WHOLE = ("serial", "deferred", "speculative")
 
 
 # -- by norm ---------------------------------------------------------------------------------------
@@ -42,6 +42,12 @@ QUICK = {
     ("frozen", "ssd", "serial", 1),
     ("tied", "host", "deferred", 3),
     ("mlp", "device", "deferred", 3),
+    ("gpt2", "host", "speculative", 1),
+    ("gpt2", "host", "speculative", 3),
+    ("tied", "host", "speculative", 1),
+    ("frozen", "host", "speculative", 3),
+    ("mlp", "ssd", "speculative", 3),
+    ("mlp", "device", "speculative", 1),
 }
 
 
@@ -50,7 +56,7 @@ QUICK = {
     [
         pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow)
         for row in itertools.product(
-            ("gpt2", "llama", "mlp", "resnet", "frozen", "tied"), TIERS, WAITING, (1, 3)
+            ("gpt2", "llama", "mlp", "resnet", "frozen", "tied"), TIERS, WHOLE, (1, 3)
         )
     ],
 )

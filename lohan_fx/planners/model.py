@@ -21,9 +21,9 @@ from typing import Literal
 
 import numpy as np
 
-from lohan_fx.footprint import align, has_own_buffer, host_breakdown, unit_bytes
+from lohan_fx.footprint import align, has_own_buffer, host_breakdown, spare_bytes, unit_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import WAITING, Schedule, Tier
+from lohan_fx.plan import WHOLE, Schedule, Tier
 from lohan_fx.planners.recompute_cost import layers_of
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.planners.schedule import UnitMode, must_save, tiny_residuals
@@ -343,7 +343,7 @@ class Model:
 
     def _scratch_at(self, unit: str, op: int) -> int:
         """What a unit's update on the device needs at an op; it runs right after the emission."""
-        if self.schedule in WAITING or self._emits.get(unit) != op:
+        if self.schedule in WHOLE or self._emits.get(unit) != op:
             return 0
         return self.workload.unit_by_name[unit].update_scratch_bytes
 
@@ -356,7 +356,7 @@ class Model:
         unit = self.workload.unit_by_name[member]
         if option == "device":
             held = unit.compute_bytes + unit.state_bytes
-            waits = self.schedule in WAITING and not unit.accumulator_bytes
+            waits = self.schedule in WHOLE and not unit.accumulator_bytes
             if waits and op > self._emits.get(member, op):
                 held += sum(self.workload.values[g].num_bytes for g in set(unit.gradients))
             return float(held)
@@ -382,6 +382,8 @@ class Model:
             size = unit_bytes(unit) if home == tier else 0
             if tier == "host" and has_own_buffer(unit, home, self.schedule):
                 size += align(unit.compute_bytes)
+            if tier == "host":
+                size += spare_bytes(unit, home, self.schedule)
             found[column] = size
         return found
 

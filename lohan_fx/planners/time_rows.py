@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import LATE, WAITING, Schedule
+from lohan_fx.plan import LATE, WAITING, WHOLE, Schedule
 from lohan_fx.planners.simplex import Floats
 from lohan_fx.planners.structure import Windows
 from lohan_fx.program import direct_read_bytes
@@ -210,7 +210,7 @@ class TimeRows:
     @property
     def _updates(self) -> Floats:
         """Seconds of updates on the device that are part of backward."""
-        return self.update_s if self.schedule not in WAITING else np.zeros_like(self.update_s)
+        return self.update_s if self.schedule not in WHOLE else np.zeros_like(self.update_s)
 
     def _backward_loads(self) -> Iterator[Row]:
         n, end, rate = self.turn, self.end, self.rate
@@ -285,7 +285,7 @@ class TimeRows:
             if rate.write:
                 chain = {"ssd": written, "ssd-hold": written, **earlier}
                 yield Row(resource="ssd", stages=TO_END, base=before, residual=remade, unit=chain)
-        if self.schedule == "overlapped":
+        if self.schedule in LATE - WAITING:
             chain = self._moved(self.params * rate.cpu)
             yield Row(resource="cpu", stages=STEP, base=0.0, residual={}, unit=chain)
         if self.schedule == "deferred":  # between two backwards: here the first stage has all of it
@@ -298,7 +298,7 @@ class TimeRows:
                 cpu + self.state_read * rate.read + self.state_write * rate.write
             )
             yield Row(resource="cpu", stages=OPTIMIZER, base=0.0, residual={}, unit=chain)
-        if self.schedule in WAITING:
+        if self.schedule in WHOLE:
             chain = {"device": self.update_s}
             yield Row(resource="gpu", stages=OPTIMIZER, base=0.0, residual={}, unit=chain)
 

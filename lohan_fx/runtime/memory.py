@@ -42,6 +42,7 @@ class Memory:
     connected: bool = False
     arena: Arena | None = None
     moved: list[Arena] = field(default_factory=list)
+    spares: list[Arena] = field(default_factory=list)
     buffers: dict[str, tuple[int, int]] = field(default_factory=dict)
     buffer_arena: Arena | None = None
     regions: dict[str, Region] = field(default_factory=dict)
@@ -76,6 +77,19 @@ class Memory:
             self.lanes.staging = self.ring("staging")
         return True
 
+    def make_spares(self) -> None:
+        """Have second copies of all trained host units (schedule "speculative")."""
+        lacking = self.states.without_spare()
+        if not lacking:
+            return
+        arena = Arena(sum(s.spare_bytes for s in lacking), pin=self.pin, locker=self.locker)
+        self.spares.append(arena)
+        offset = 0
+        for states in lacking:
+            arena.register(offset, states.spare_bytes)
+            self.states.give_spare(states, arena.view(offset, states.spare_bytes))
+            offset += states.spare_bytes
+
     def ring(self, name: str) -> BufferRing | None:
         """A new ring over the buffers of that name."""
         if name not in self.regions or self.buffer_arena is None:
@@ -104,7 +118,7 @@ class Memory:
             self.pool.close()
         if self.run is not None:
             self.run.close()
-        for arena in (self.arena, self.buffer_arena, *self.moved):
+        for arena in (self.arena, self.buffer_arena, *self.moved, *self.spares):
             if arena is not None:
                 arena.close()
 

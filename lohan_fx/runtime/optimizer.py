@@ -74,6 +74,22 @@ class Clip:
             gradient.clamp_(-self.limit, self.limit)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """Where the results of an update go that is only tried: as the arguments of `step_mixed`."""
+
+    masters: Sequence[Tensor]
+    state: Sequence[Mapping[str, Tensor]]
+    compute: Sequence[Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """The scalar state of a unit after an update that was only tried."""
+
+    values: tuple[dict[str, Tensor] | None, ...]
+
+
 SUPPORTED: tuple[type[Optimizer], ...] = (
     AdamW,
     Adam,
@@ -569,6 +585,48 @@ class UnitOptimizer:
             if copy is not None and grad is None:
                 copy.copy_(master)
 
+    @torch.no_grad()
+    def try_step(
+        self,
+        masters: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        state: Sequence[Mapping[str, Tensor]],
+        results: Results,
+        *,
+        hyperparameters: Hyperparameters | None = None,
+        clip: Clip | None = None,
+    ) -> Scalars:
+        """`step_mixed` (`step`, if `results` has no compute copies) with its results elsewhere.
+
+        Masters, gradients, state and the scalars here stay as they are (but for state that no
+        update has written yet). `results` gets everything, also of parameters without a gradient.
+
+        Returns:
+            the scalars after the update, for `accept`.
+
+        Raises:
+            as `step`.
+        """
+        before, self._scalars = self._scalars, list(self._scalars)
+        try:
+            self._update(
+                masters, grads, state, results.compute, None, hyperparameters, clip, results
+            )
+            for i, grad in enumerate(grads):
+                if grad is None:
+                    results.masters[i].copy_(masters[i])
+                    for name, view in results.state[i].items():
+                        view.copy_(state[i][name])
+                    if results.compute is not None:
+                        results.compute[i].copy_(masters[i])
+            return Scalars(tuple(self._scalars))
+        finally:
+            self._scalars = before
+
+    def accept(self, scalars: Scalars) -> None:
+        """Go on from an update that was tried."""
+        self._scalars = list(scalars.values)
+
     def _values(self, index: int, group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """Hyperparameters of group `index` as the shadow gets them."""
         values = _group_values(group, device)
@@ -655,6 +713,7 @@ class UnitOptimizer:
         scratch: Tensor | None,
         hyperparameters: Hyperparameters | None,
         clip: Clip | None,
+        results: Results | None = None,
     ) -> None:
         clip = clip or Clip()
         copies = (None,) * len(self._params) if compute is None else compute
@@ -668,8 +727,16 @@ class UnitOptimizer:
         self._find_groups()
         settings = self._settings(hyperparameters, masters[0].device)
         mixed = compute is not None
-        if self._update_natively(masters, grads, state, copies, settings, clip, mixed=mixed):
+        if self._update_natively(
+            masters, grads, state, copies, settings, clip, results, mixed=mixed
+        ):
             return
+        if results is not None:
+            for i, (master, views) in enumerate(zip(masters, state, strict=True)):
+                results.masters[i].copy_(master)
+                for name, view in results.state[i].items():
+                    view.copy_(views[name])
+            masters, state = results.masters, results.state
         limit = self._limit(masters[0], sum(m.numel() for m in masters), scratch)
         pieces: list[_Piece] = []
         for i, (master, grad, copy) in enumerate(zip(masters, grads, copies, strict=True)):
@@ -689,7 +756,7 @@ class UnitOptimizer:
                 raise _misfit(f"gradient {i}", grad, master)
             pieces += self._pieces(i, master.detach(), grad, copy, state[i], limit)
         for batch in _batches(pieces, limit):
-            self._run(batch, settings, scratch, clip)
+            self._run(batch, settings, scratch, clip, keep=results is not None)
         for piece in reversed(pieces):  # all pieces of a parameter end with the same scalars
             if piece.entry:
                 names = self._planned[piece.index].tensors
@@ -705,6 +772,7 @@ class UnitOptimizer:
         copies: Sequence[Tensor | None],
         settings: Mapping[int, Mapping[str, Any]],
         clip: Clip,
+        results: Results | None,
         *,
         mixed: bool,
     ) -> bool:
@@ -761,10 +829,11 @@ class UnitOptimizer:
                     maximize=bool(values["maximize"]),
                     factor=1.0 if clip.factor is None else float(clip.factor),
                     limit=math.inf if clip.limit is None else clip.limit,
+                    target=None if results is None else _target(results, i, amsgrad),
                 )
             except KeyError:
                 return False
-            if not update.supported() or (on_cuda and amsgrad):
+            if not update.supported() or (on_cuda and (amsgrad or results is not None)):
                 return False
             halves = torch.float16 in (grad.dtype, None if copy is None else copy.dtype)
             if halves and not getattr(kernel, "has_half", True):
@@ -839,14 +908,17 @@ class UnitOptimizer:
         settings: Mapping[int, Mapping[str, Any]],
         scratch: Tensor | None,
         clip: Clip,
+        *,
+        keep: bool,
     ) -> None:
         """Update one batch: cast and clip gradients, step, bring home new state, write compute
-        copies."""
+        copies. `keep`: gradients must not be overwritten."""
         groups: dict[int, dict[str, Any]] = {}
         used = 0
         for piece in batch:
             master, grad = piece.master, piece.grad
-            if grad.dtype != master.dtype or not _same_order(grad, master) or clip.changes:
+            cast = grad.dtype != master.dtype or not _same_order(grad, master)
+            if cast or clip.changes or keep:
                 end = used + master.numel()
                 if scratch is not None and end <= scratch.numel() and master.is_contiguous():
                     grad = scratch[used:end].view(master.shape)
@@ -891,6 +963,16 @@ def _batches(pieces: Iterable[_Piece], limit: int) -> Iterator[list[_Piece]]:
         size += numel
     if batch:
         yield batch
+
+
+def _target(results: Results, index: int, amsgrad: bool) -> adam.Target:
+    state = results.state[index]
+    return adam.Target(
+        master=results.masters[index],
+        exp_avg=state["exp_avg"],
+        exp_avg_sq=state["exp_avg_sq"],
+        max_exp_avg_sq=state["max_exp_avg_sq"] if amsgrad else None,
+    )
 
 
 def _decouples(optimizer: Optimizer, values: Mapping[str, Any]) -> bool:

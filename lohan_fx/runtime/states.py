@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lohan_fx._compat import version_of
+from lohan_fx._compat import storage_users, version_of
 from lohan_fx.annotate import Slice, StateLayout, UnitLayout
 from lohan_fx.errors import LohanError, StepError, StorageError, format_bytes
 from lohan_fx.footprint import PAGE_BYTES, align
@@ -106,6 +106,9 @@ class UnitStates:
     are views of that flat, for users, once there was need of them; `lent` and `guards` what else
     stands in ``.grad`` (`runtime.guards`). `positions` are the parameters' in model.parameters().
     `taken`: the optimizer's states of the unit are here, and no longer with the optimizer.
+    `spare` are a host unit's second flats, which updates are tried in (schedule "speculative"; sums
+    of gradients have no second flat). `shown` are the memory of its parameters while `flats` are
+    what counts, `shown_spare` while `spare` was; `users` says how many shared each's memory then.
     `parked`: an SSD unit that is in host memory, because its file could not be written.
     """
 
@@ -119,12 +122,16 @@ class UnitStates:
     positions: list[int]
     optimizer: UnitOptimizer | None = None
     flats: Flats | None = None
+    spare: Flats | None = None
     offset: int = -1
     visible: Tensor | None = None
     direct: Tensor | None = None
     parked: bool = False
     taken: bool = False
     versions: list[int] = field(default_factory=list)
+    shown: list[Tensor] = field(default_factory=list)
+    shown_spare: list[Tensor] = field(default_factory=list)
+    users: list[int] = field(default_factory=list)
     sums: list[bool] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     lent: list[LentGradient] = field(default_factory=list)
@@ -137,6 +144,12 @@ class UnitStates:
     @property
     def num_bytes(self) -> int:
         return align(self.unit.compute_bytes) + align(self.unit.state_bytes)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Of a second copy: all but the flat in which gradients add up."""
+        unit = self.unit
+        return align(unit.compute_bytes) + align(unit.state_bytes - unit.accumulator_bytes)
 
     @property
     def update_range(self) -> tuple[int, int]:
@@ -161,8 +174,15 @@ class UnitStates:
         first = self._gradient_offset // PAGE_BYTES * PAGE_BYTES
         return first, self.num_bytes - first
 
-    def carve(self, buffer: Tensor) -> Flats:
-        """Lay the unit's flats over `num_bytes` bytes of uint8 memory."""
+    def moments(self, flats: Flats) -> list[dict[str, Tensor]]:
+        """The optimizer's states by name, parameter by parameter."""
+        slices = self.layout.slices
+        views = {name: views_of(flat, slices) for name, flat in flats.moments.items()}
+        return [{name: of[i] for name, of in views.items()} for i in range(len(slices))]
+
+    def carve(self, buffer: Tensor, *, sums: bool = True) -> Flats:
+        """Lay the unit's flats over `num_bytes` bytes of uint8 memory (`spare_bytes`, if not
+        `sums`)."""
         layout = self.layout
         compute = buffer[: self.unit.compute_bytes].view(layout.copy_dtype)
         position = align(self.unit.compute_bytes)
@@ -176,7 +196,7 @@ class UnitStates:
 
         master = take() if self.mixed else compute
         moments = {name: take() for name in self.moment_names} if layout.trains else {}
-        gradient = take() if self.unit.accumulator_bytes else None
+        gradient = take() if sums and self.unit.accumulator_bytes else None
         return Flats(compute=compute, master=master, moments=moments, gradient=gradient)
 
 
@@ -352,12 +372,53 @@ class ModelStates:
 
     def _expose(self, states: UnitStates) -> None:
         if states.visible is not None:
-            views = views_of(states.visible, states.layout.slices)
-            for p, view in zip(states.parameters, views, strict=True):
+            states.shown = [_alone(v) for v in views_of(states.visible, states.layout.slices)]
+            for p, memory in zip(states.parameters, states.shown, strict=True):
                 if p.is_meta:
-                    realize(p, _alone(view))
+                    realize(p, memory.data)  # a version of its own: updates are no writes of users
                 else:
-                    p.data = _alone(view)
+                    p.data = memory
+            states.users = [storage_users(memory) for memory in states.shown]
+        states.versions = [version_of(p) for p in states.parameters]
+
+    # -- second copies --------------------------------------------------------------------------
+
+    def without_spare(self) -> list[UnitStates]:
+        """Trained host units that have no second flats."""
+        return [s for s in self.trained if s.tier == "host" and s.spare is None]
+
+    def give_spare(self, states: UnitStates, buffer: Tensor) -> None:
+        """Let a unit have its second flats in `spare_bytes` bytes of registered host memory."""
+        assert states.flats is not None
+        states.spare = states.carve(buffer, sums=False)
+        states.spare.gradient = states.flats.gradient
+
+    def is_held(self, states: UnitStates) -> bool:
+        """Whether somebody else looks at the memory of the unit's parameters: a state_dict() that
+        is kept, an array, a view. It must go on showing the parameters."""
+        if states.visible is None:
+            return False
+        seen = zip(states.shown, states.users, strict=True)
+        return any(storage_users(memory) > users for memory, users in seen)
+
+    def flip(self, states: UnitStates) -> None:
+        """Go on with the unit's second flats, and let its parameters be views of them."""
+        old, new = states.flats, states.spare
+        assert old is not None
+        assert new is not None
+        in_copy = states.visible is old.compute
+        states.flats, states.spare = new, old
+        states.direct = None
+        if states.visible is None:
+            return
+        states.visible = new.compute if in_copy else new.master
+        if not states.shown_spare:
+            views = views_of(states.visible, states.layout.slices)
+            states.shown_spare = [_alone(v) for v in views]
+        states.shown, states.shown_spare = states.shown_spare, states.shown
+        for p, memory in zip(states.parameters, states.shown, strict=True):
+            p.data = memory
+        states.users = [storage_users(memory) for memory in states.shown]
         states.versions = [version_of(p) for p in states.parameters]
 
     def sync_from_user(self, *, behind: bool = False) -> None:
@@ -432,6 +493,7 @@ class ModelStates:
         if states.visible is not None:
             states.visible = flats.compute if states.visible is old.compute else flats.master
         states.flats, states.direct = flats, None
+        states.spare, states.shown_spare = None, []
         states.tier = "device" if arena is None else "host"
         self._expose(states)
         for i, (p, gradient) in enumerate(zip(states.parameters, given, strict=True)):

@@ -12,6 +12,10 @@ Schedules (LoHan §IV-C, Fig. 3):
              it has been updated, so the step is the same. (§IV-C stops at the end of backward.)
   deferred   overlapped, but no update begins before `optimizer.step()`: by then all gradients are
              known, so that they can be clipped by their norm, or the step be skipped.
+  speculative
+             deferred, but beside backward host units are updated into second copies, as if nothing
+             had to be clipped. If that was right, `optimizer.step()` goes on with those copies;
+             otherwise it updates what is still there (`runtime.trials`).
 
 Where gradients add up (`Accumulation`), those of a backward that does not end the step are added to
 what the unit has, on arrival; so are those of the last, and the unit is updated by the schedule.
@@ -34,7 +38,7 @@ from torch import Tensor
 
 from lohan_fx.errors import StepError
 from lohan_fx.footprint import PAGE_BYTES
-from lohan_fx.plan import LATE, PIPELINED, WAITING, Schedule
+from lohan_fx.plan import LATE, PIPELINED, WHOLE, Schedule
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.clipping import Clipping, Norms
 from lohan_fx.runtime.lanes import Lanes, RankedLane, Ticket
@@ -47,6 +51,7 @@ from lohan_fx.runtime.optimizer import (
 )
 from lohan_fx.runtime.recording import Label
 from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, on_device, views_of
+from lohan_fx.runtime.trials import Trials
 from lohan_fx.timeline import Lane as Lane_
 
 _CHUNK = 2**16
@@ -126,6 +131,7 @@ class Updater:
         behind: `finish` has ended a step whose updates may still run; `join` has not run since.
         torn: units that were updated by a step that then failed.
         num_left: updates that the last `finish` left to run beside the next forward.
+        trials: updates into second copies, with schedule "speculative".
     """
 
     def __init__(
@@ -179,6 +185,9 @@ class Updater:
         self._written: dict[int, dict[int, Tensor]] = {}
         self._lock = threading.Lock()
         self._hyperparameters: Hyperparameters = ()
+        self.trials: Trials | None = None
+        if schedule == "speculative":
+            self.trials = Trials(states, lanes, self._lane, self._begun, self._ended)
 
     # -- called by the program -------------------------------------------------------------
 
@@ -202,6 +211,8 @@ class Updater:
         self._had = frozenset(s.index for s in self._states.trained if any(s.sums))
         self._norms.clear()
         self._reads_sums = self._adds_up
+        if self.trials is not None:
+            self.trials.begin(self._optimizer, self._clipping, self._rank, last=self._last)
         if self._updates_now:
             self._clip = self._clipping.by_value()
             self._hyperparameters = snapshot_hyperparameters(self._optimizer)
@@ -210,8 +221,8 @@ class Updater:
 
     @property
     def _updates_now(self) -> bool:
-        """Whether units are updated when their gradients arrive."""
-        return self._last and self.schedule not in WAITING
+        """Whether units are updated when their gradients arrive, and that counts."""
+        return self._last and self.schedule not in WHOLE
 
     @property
     def _adds_up(self) -> bool:
@@ -293,14 +304,29 @@ class Updater:
                     self._norms.take_sums(states, states.flats, states.sums)
             else:
                 self._submit(given, borrowed, None, adds=True)
+                if self._last:  # its sums are whole then
+                    self._try(states, [None] * len(gradients), list(states.sums), self._jobs[-1])
             return
         if not self._updates_now:
             if arrival is None:
                 given.gradients = [None if g is None else _own(g) for g in gradients]
+            else:
+                self._try(states, given.gradients, given.sums, arrival)
             self._held.append(given)
             return
         states.sums = [False] * len(states.sums)
         self._start(given, borrowed)
+
+    def _try(
+        self,
+        states: UnitStates,
+        gradients: Sequence[Tensor | None],
+        sums: Sequence[bool],
+        ready: Ticket,
+    ) -> None:
+        """Update a unit into its second copy when its gradients, or sums, are `ready`."""
+        if self.trials is not None:
+            self.trials.submit(states, gradients, sums, ready)
 
     @property
     def _wants_norms(self) -> bool:
@@ -388,6 +414,8 @@ class Updater:
                 self._clip = None
             if not kept and not begun and self._skips(given):
                 given = []
+                if self.trials is not None:
+                    self.trials.drop()
         self._held = given  # an interrupt may strike anywhere: a next call goes on from here
         if not kept:
             for states in self._states.trained:
@@ -505,7 +533,12 @@ class Updater:
             self._tear()
             raise
         away.sort(key=lambda given: self._rank.get(given.states.index, 1))
-        if self.schedule == "deferred" and any(given.states.on_ssd for given in away):
+        if self.trials is not None:
+            for trial in self.trials.settle(self._optimizer, self._clip):
+                self._fresh[trial.states.index] = trial.fresh
+                self._jobs.append(trial.ended)
+            away = [given for given in away if given.states.unit.name not in self._begun]
+        if self.schedule in LATE & WHOLE and any(given.states.on_ssd for given in away):
             # on the lane, where no interrupt strikes, and before the updates
             read = partial(self._begin_reading, [given.states for given in away])
             self._jobs.append(self._lane.submit_ranked(read, -len(self._rank) - 1, _there()))
@@ -525,6 +558,8 @@ class Updater:
         began = time.perf_counter()
         error: BaseException | None = None
         try:
+            if self.trials is not None:
+                self.trials.wait()  # those that were dropped read gradients still
             for given in self._held:
                 if given.states.tier == "device":
                     try:
@@ -609,6 +644,8 @@ class Updater:
         self._stopped = self._stopped or StepError(_STOPPED)
         with self._lock:
             self._order.clear()  # nothing more is read ahead
+        if self.trials is not None:
+            self.trials.drop()
         self._lane.drain()
         for ticket in (*self._jobs, *self._writes):
             ticket.settle()
@@ -637,8 +674,12 @@ class Updater:
             self.join()
         finally:
             self._lane.close()
+            if self.trials is not None:
+                self.trials.close()
 
     def _clear(self) -> None:
+        if self.trials is not None:
+            self.trials.drop()
         self._begun.clear()
         self._ended.clear()
         self._held.clear()
@@ -850,8 +891,7 @@ class Updater:
         optimizer = states.optimizer
         assert optimizer is not None
         masters = views_of(flats.master, slices)
-        moments = {name: views_of(flat, slices) for name, flat in flats.moments.items()}
-        state = [{name: views[i] for name, views in moments.items()} for i in range(len(slices))]
+        state = states.moments(flats)
         recorder = self._lanes.recorder
         on_device = states.tier == "device"
         gradients = self._totals(states, flats, given)

@@ -1,6 +1,7 @@
 // One pass over a unit: Adam or AdamW on fp32 masters from gradients of any floating dtype, and
-// the rounded compute copy; and sums of gradients. The update moves 28 bytes a parameter with bf16 gradients and copies
-// (the floor of LoHan's cpu lane); separate casts would move 12 more.
+// the rounded compute copy; and sums of gradients. The update moves 28 bytes a parameter with bf16
+// gradients and copies (the floor of LoHan's cpu lane); separate casts would move 12 more. What is
+// written elsewhere than it was read goes past the caches, or it would be read first: 12 more again.
 //
 // The arithmetic is that of torch's fused CPU kernels, operation by operation, as its vector code
 // is compiled (multiply-adds are contracted where they are here), so that results are the same
@@ -19,10 +20,15 @@
 #include <thread>
 #include <vector>
 
+#if defined(__AVX512F__) || defined(__AVX__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int64_t kPiece = 1 << 15;  // elements that a thread takes at a time
 constexpr int64_t kBlock = 1 << 10;  // elements whose cast gradients stay in the L1 cache
+constexpr int64_t kApart = 1 << 6;
 
 enum Dtype : int32_t { kNone = 0, kFloat = 1, kBfloat16 = 2, kHalf = 3 };
 
@@ -58,6 +64,39 @@ float from_half(uint16_t) { return 0.0f; }
 uint16_t to_half(float) { return 0; }
 #endif
 
+// Copies to memory that is not read soon, without reading it first (where there are such stores).
+void stream(void* to, const void* from, int64_t bytes) {
+  char* out = static_cast<char*>(to);
+  const char* in = static_cast<const char*>(from);
+#if defined(__AVX512F__)
+  constexpr int64_t kWidth = 64;
+#elif defined(__AVX__)
+  constexpr int64_t kWidth = 32;
+#else
+  constexpr int64_t kWidth = 1;
+#endif
+  const int64_t past = reinterpret_cast<uintptr_t>(out) % kWidth;
+  const int64_t head = past == 0 ? 0 : (kWidth - past < bytes ? kWidth - past : bytes);
+  std::memcpy(out, in, head);
+  int64_t at = head;
+#if defined(__AVX512F__)
+  for (; at + kWidth <= bytes; at += kWidth)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(out + at), _mm512_loadu_si512(in + at));
+#elif defined(__AVX__)
+  for (; at + kWidth <= bytes; at += kWidth)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + at),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + at)));
+#endif
+  std::memcpy(out + at, in + at, bytes - at);
+}
+
+// Orders streamed stores before what tells others that they are done.
+void end_streams() {
+#if defined(__AVX512F__) || defined(__AVX__)
+  _mm_sfence();
+#endif
+}
+
 }  // namespace
 
 extern "C" {
@@ -67,6 +106,10 @@ struct Tensors {  // one parameter; mirrored by adam.py
   float* exp_avg;
   float* exp_avg_sq;
   float* max_exp_avg_sq;  // null: not amsgrad
+  float* new_master;      // null: all is updated in place; else where the results go
+  float* new_exp_avg;
+  float* new_exp_avg_sq;
+  float* new_max_exp_avg_sq;
   const void* gradient;
   void* copy;  // null: none
   int64_t size;
@@ -105,14 +148,19 @@ Scalars scalars_of(const Tensors& t) {
   return s;
 }
 
+struct State {  // some elements of a parameter
+  float* p;
+  float* m;
+  float* v;
+  float* x;  // null: not amsgrad
+};
+
+// `to` is `from`, or elsewhere.
 template <bool tail, bool amsgrad, bool decoupled, bool decays, bool small>
-void update(const Tensors& t, const Scalars& s, int64_t begin, int64_t n, const float* gradient) {
-  float* __restrict p = t.master + begin;
-  float* __restrict m = t.exp_avg + begin;
-  float* __restrict v = t.exp_avg_sq + begin;
-  float* __restrict x = amsgrad ? t.max_exp_avg_sq + begin : nullptr;
-  const float* __restrict g = gradient;
-  const float sign = t.maximize ? -1.0f : 1.0f;
+void update(const State& from, const State& to, const Scalars& s, int64_t n, const float* g,
+            float sign) {
+  const float *p = from.p, *m = from.m, *v = from.v, *x = from.x;
+  float *new_p = to.p, *new_m = to.m, *new_v = to.v, *new_x = to.x;
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; i++) {
     float param = p[i];
@@ -120,23 +168,24 @@ void update(const Tensors& t, const Scalars& s, int64_t begin, int64_t n, const 
     if (decays && !decoupled) grad = __builtin_fmaf(param, s.weight_decay, grad);
     if (decays && decoupled) param = param * s.decay;
     const float difference = grad - m[i];
-    m[i] = small ? __builtin_fmaf(s.lerp, difference, m[i])
-                 : __builtin_fmaf(s.lerp - 1.0f, difference, grad);
+    const float first = small ? __builtin_fmaf(s.lerp, difference, m[i])
+                              : __builtin_fmaf(s.lerp - 1.0f, difference, grad);
     const float share = s.rest2 * grad;
-    v[i] = tail ? __builtin_fmaf(s.beta2, v[i], share * grad)
-                : __builtin_fmaf(share, grad, s.beta2 * v[i]);
-    float second = v[i];
+    float second = tail ? __builtin_fmaf(s.beta2, v[i], share * grad)
+                        : __builtin_fmaf(share, grad, s.beta2 * v[i]);
+    new_m[i] = first;
+    new_v[i] = second;
     if (amsgrad) {
       // a NaN of the second goes through torch's vector maximum, and not through std::max
-      x[i] = tail ? (x[i] < second ? second : x[i]) : (x[i] > second ? x[i] : second);
-      second = x[i];
+      second = tail ? (x[i] < second ? second : x[i]) : (x[i] > second ? x[i] : second);
+      new_x[i] = second;
     }
     const float denominator = std::sqrt(second) / s.root + s.eps;
-    p[i] = param + s.step_size * m[i] / denominator;
+    new_p[i] = param + s.step_size * first / denominator;
   }
 }
 
-using Update = void (*)(const Tensors&, const Scalars&, int64_t, int64_t, const float*);
+using Update = void (*)(const State&, const State&, const Scalars&, int64_t, const float*, float);
 
 template <bool tail>
 Update choose(const Tensors& t, const Scalars& s) {
@@ -166,6 +215,11 @@ void run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int
   float cast[kBlock];
   const int64_t first_of_tail = t.size - t.tail;
   const bool clips = t.factor != 1.0f || t.limit < INFINITY;
+  const bool moves = t.new_master != nullptr;
+  const float sign = t.maximize ? -1.0f : 1.0f;
+  // a block that moves, in the L1 cache; a page apart, a load would wait for the store before it
+  float p[kBlock + kApart], m[kBlock + kApart], v[kBlock + kApart], x[kBlock + kApart];
+  uint16_t halves[kBlock];
   for (int64_t at = begin, n; at < end; at += n) {
     const Update call = at < first_of_tail ? body : tail;
     const int64_t stop = at < first_of_tail && end > first_of_tail ? first_of_tail : end;
@@ -185,19 +239,30 @@ void run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int
       clip(t, gradient, cast, n);
       gradient = cast;
     }
-    call(t, s, at, n, gradient);
-    if (t.copy == nullptr) continue;
-    const float* master = t.master + at;
-    if (t.copy_dtype == kBfloat16) {
-      uint16_t* to = static_cast<uint16_t*>(t.copy) + at;
-      for (int64_t i = 0; i < n; i++) to[i] = to_bf16(master[i]);
-    } else if (t.copy_dtype == kHalf) {
-      uint16_t* to = static_cast<uint16_t*>(t.copy) + at;
-      for (int64_t i = 0; i < n; i++) to[i] = to_half(master[i]);
-    } else {
-      std::memcpy(static_cast<float*>(t.copy) + at, master, n * sizeof(float));
+    const int64_t bytes = n * static_cast<int64_t>(sizeof(float));
+    const State from{t.master + at, t.exp_avg + at, t.exp_avg_sq + at,
+                     t.max_exp_avg_sq == nullptr ? nullptr : t.max_exp_avg_sq + at};
+    const State to = moves ? State{p, m, v, x} : from;
+    call(from, to, s, n, gradient, sign);
+    if (moves) {
+      stream(t.new_master + at, p, bytes);
+      stream(t.new_exp_avg + at, m, bytes);
+      stream(t.new_exp_avg_sq + at, v, bytes);
+      if (from.x != nullptr) stream(t.new_max_exp_avg_sq + at, x, bytes);
     }
+    if (t.copy == nullptr) continue;
+    if (t.copy_dtype == kFloat) {
+      stream(static_cast<float*>(t.copy) + at, to.p, bytes);
+      continue;
+    }
+    if (t.copy_dtype == kBfloat16) {
+      for (int64_t i = 0; i < n; i++) halves[i] = to_bf16(to.p[i]);
+    } else {
+      for (int64_t i = 0; i < n; i++) halves[i] = to_half(to.p[i]);
+    }
+    stream(static_cast<uint16_t*>(t.copy) + at, halves, n * 2);
   }
+  end_streams();
 }
 
 struct Work {  // what threads share

@@ -58,6 +58,10 @@ class _Tensors(ctypes.Structure):
         ("exp_avg", ctypes.c_void_p),
         ("exp_avg_sq", ctypes.c_void_p),
         ("max_exp_avg_sq", ctypes.c_void_p),
+        ("new_master", ctypes.c_void_p),
+        ("new_exp_avg", ctypes.c_void_p),
+        ("new_exp_avg_sq", ctypes.c_void_p),
+        ("new_max_exp_avg_sq", ctypes.c_void_p),
         ("gradient", ctypes.c_void_p),
         ("copy", ctypes.c_void_p),
         ("size", ctypes.c_int64),
@@ -78,12 +82,23 @@ class _Tensors(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where an update's results go, if not where they come from: float32, as the states are."""
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """One parameter's update. Tensors are contiguous, in one memory and of one size.
 
     Attributes:
         master, exp_avg, exp_avg_sq, max_exp_avg_sq: float32; the last is None without amsgrad.
         gradient, copy: float32, bfloat16 or float16; no copy is written if it is None.
+        target: None: master and states are updated in place.
         step: number of this update, from 1.
         decoupled: AdamW; else Adam.
         factor, limit: the gradient is multiplied by `factor`, then brought into [-limit, limit]
@@ -106,12 +121,19 @@ class Update:
     maximize: bool
     factor: float = 1.0
     limit: float = math.inf
+    target: Target | None = None
 
     def supported(self) -> bool:
         """Whether the kernel can run it."""
         states = [self.master, self.exp_avg, self.exp_avg_sq]
         if self.max_exp_avg_sq is not None:
             states.append(self.max_exp_avg_sq)
+        if self.target is not None:
+            states += [self.target.master, self.target.exp_avg, self.target.exp_avg_sq]
+            if self.max_exp_avg_sq is not None:
+                if self.target.max_exp_avg_sq is None:
+                    return False
+                states.append(self.target.max_exp_avg_sq)
         others = [self.gradient] if self.copy is None else [self.gradient, self.copy]
         return (
             all(t.dtype == torch.float32 for t in states)
@@ -131,7 +153,12 @@ class Update:
         def address(tensor: Tensor | None) -> int | None:
             return None if tensor is None else tensor.data_ptr()
 
+        target = self.target
         return _Tensors(
+            new_master=None if target is None else address(target.master),
+            new_exp_avg=None if target is None else address(target.exp_avg),
+            new_exp_avg_sq=None if target is None else address(target.exp_avg_sq),
+            new_max_exp_avg_sq=None if target is None else address(target.max_exp_avg_sq),
             master=address(self.master),
             exp_avg=address(self.exp_avg),
             exp_avg_sq=address(self.exp_avg_sq),
@@ -190,7 +217,7 @@ class AdamKernel:
             raise OSError(f"the system refused {num_threads} threads for the CPU optimizer")
 
     def run(self, updates: Sequence[Update]) -> None:
-        """Update all parameters in place. Calls from several threads run one after the other.
+        """Update all parameters. Calls from several threads run one after the other.
 
         Raises:
             MemoryError: no memory for the list of parameters; nothing has changed.

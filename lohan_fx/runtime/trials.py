@@ -1,0 +1,277 @@
+"""Updates that are tried before it is known whether they are right (schedule "speculative").
+
+Clipping by the norm needs the gradients of all units before the first one is updated, but mostly
+changes nothing. So while backward runs, host units are updated into second copies of their states,
+as if there were nothing to clip; the states themselves stay. `optimizer.step()` then knows the
+norm: if nothing had to be clipped, each unit goes on with its second copy (the two trade places,
+nothing is moved); otherwise what was tried is dropped, and the units are updated from the states
+that are still there. So it is as exact as an update that waits. (SuperOffload, Lian et al. 2025,
+"speculation then validation", speculates in place and rolls back.)
+
+A unit whose memory somebody else looks at (a kept `state_dict()`, an array) does not trade places:
+it is updated again, where it is, and they see the new weights, as in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lohan_fx.runtime.clipping import Clipping
+from lohan_fx.runtime.lanes import Lane, Lanes, RankedLane, Ticket
+from lohan_fx.runtime.optimizer import (
+    Clip,
+    Hyperparameters,
+    Results,
+    Scalars,
+    same_hyperparameters,
+    snapshot_hyperparameters,
+)
+from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, views_of
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Trial:
+    """One unit's update into its second copy.
+
+    Attributes:
+        source, target: the states as they are, and their second copy.
+        gradients, sums: those that came last, and of which parameters there is a sum instead.
+        fresh: signalled when the second copy is whole; failed if it never will be.
+        ended: when nothing of it runs any more.
+        scalars: the optimizer's, once it has been made.
+    """
+
+    states: UnitStates
+    source: Flats
+    target: Flats
+    gradients: Sequence[Tensor | None]
+    sums: Sequence[bool]
+    fresh: Ticket = field(default_factory=Ticket)
+    ended: Ticket = field(default_factory=Ticket)
+    scalars: Scalars | None = None
+    failed: bool = False
+    accepted: bool = False
+    dropped: bool = False
+
+
+class Trials:
+    """What one updater tries.
+
+    Args:
+        states: the model's; those of host units have spares.
+        lanes: for labels and records.
+        lane: the optimizer's thread.
+        begun, ended: the updater's lists of units that took the step, and of those whose new states
+            are complete; accepted units are added.
+
+    Attributes:
+        num_lost: steps whose trials were dropped, for gradients had to be clipped.
+    """
+
+    def __init__(
+        self,
+        states: ModelStates,
+        lanes: Lanes,
+        lane: RankedLane,
+        begun: list[str],
+        ended: list[str],
+    ) -> None:
+        self.num_lost = 0
+        self._begun = begun
+        self._ended = ended
+        self._states = states
+        self._lanes = lanes
+        self._lane = lane
+        self._quiet = Lane("acceptance")  # where no interrupt strikes
+        self._lock = threading.Lock()
+        self._hyperparameters: Hyperparameters = ()
+        self._clip: Clip | None = None
+        self._rank: Mapping[int, int] = {}
+        self._tries = False
+        self._clipped = False  # in the last step: this one will hardly be otherwise
+        self._open: list[Trial] = []
+        self._accepted: list[Trial] = []
+        self._dropped: list[Trial] = []
+        self._settling: Ticket | None = None
+
+    def begin(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clipping: Clipping,
+        rank: Mapping[int, int],
+        *,
+        last: bool,
+    ) -> None:
+        """Backward begins, which may be the `last` one of its step. `rank`: unit → how late the
+        next forward needs it."""
+        self._tries = last and not self._clipped
+        if self._tries:
+            self._hyperparameters = snapshot_hyperparameters(optimizer)
+            self._clip = clipping.by_value()
+            self._rank = rank
+
+    def submit(
+        self,
+        states: UnitStates,
+        gradients: Sequence[Tensor | None],
+        sums: Sequence[bool],
+        ready: Ticket,
+    ) -> None:
+        """Update a unit, if it has a spare, when its gradients or its sums are `ready`; after what
+        is urgent on the lane."""
+        if not self._tries or states.spare is None or states.flats is None:
+            return
+        trial = Trial(
+            states=states,
+            source=states.flats,
+            target=states.spare,
+            gradients=gradients,
+            sums=sums,
+        )
+        rank = 1 + len(self._rank) + self._rank.get(states.index, 1)
+        job = partial(self._run, trial, ready)
+        trial.ended = self._lane.submit_ranked(job, rank, ready, (trial.fresh,))
+        self._open.append(trial)
+
+    def settle(self, optimizer: torch.optim.Optimizer, clip: Clip | None) -> list[Trial]:
+        """The gradients are known: accept all trials of the step, or drop them.
+
+        Args:
+            optimizer: as it is now; it may have been changed since backward.
+            clip: what has to be done to gradients.
+
+        Returns:
+            the accepted trials of this step; they may still run. After an interrupted call the
+            next one returns all of them.
+        """
+        self._wait_settled()
+        if self._open:
+            self._clipped = _by_norm(clip)
+            self.num_lost += self._clipped
+            right = not self._clipped and same_hyperparameters(self._hyperparameters, optimizer)
+            self._settling = self._quiet.submit(partial(self._settle, right))
+            self._wait_settled()
+        elif not self._tries:
+            self._clipped = _by_norm(clip)
+        return list(self._accepted)
+
+    def _settle(self, right: bool) -> None:
+        while self._open:
+            trial = self._open[-1]
+            if right and not self._states.is_held(trial.states):
+                self._accept(trial)
+            if not trial.accepted:
+                self._drop(trial)
+            self._open.pop()
+
+    def _wait_settled(self) -> None:
+        if self._settling is not None:
+            self._settling.synchronize()
+            self._settling = None
+
+    def drop(self) -> None:
+        """The step has ended: forget what was accepted, and drop what was not."""
+        self._wait_settled()
+        while self._open:
+            self._drop(self._open[-1])
+            self._open.pop()
+        self._dropped += self._accepted
+        self._accepted = []
+
+    def wait(self) -> None:
+        """Wait until no trial reads gradients any more."""
+        self._wait_settled()
+        for trial in (*self._dropped, *self._accepted):
+            trial.ended.settle()
+        self._dropped.clear()
+
+    def close(self) -> None:
+        """Join the thread; the optimizer's is closed before."""
+        self._quiet.close()
+
+    def _accept(self, trial: Trial) -> None:
+        with self._lock:
+            if trial.failed:
+                return
+            trial.accepted = True
+            self._begun.append(trial.states.unit.name)
+            self._accepted.append(trial)
+            self._commit(trial)
+        self._states.flip(trial.states)
+
+    def _commit(self, trial: Trial) -> None:
+        """Take over the scalars of an accepted trial that has ended. The lock is held."""
+        if trial.accepted and trial.scalars is not None:
+            assert trial.states.optimizer is not None
+            trial.states.optimizer.accept(trial.scalars)
+            self._ended.append(trial.states.unit.name)
+
+    def _drop(self, trial: Trial) -> None:
+        with self._lock:
+            trial.dropped = True
+        self._dropped.append(trial)
+
+    # -- on the optimizer's thread ----------------------------------------------------------
+
+    def _run(self, trial: Trial, ready: Ticket) -> None:
+        with self._lock:
+            if trial.dropped:
+                trial.fresh.finish()
+                return
+        try:
+            ready.synchronize()
+            scalars = self._update(trial)
+        except BaseException as error:
+            with self._lock:
+                trial.failed = True
+                accepted = trial.accepted
+            trial.fresh.fail(error)
+            if accepted:
+                raise
+            return  # the update that follows meets the cause again, and says it
+        with self._lock:
+            trial.scalars = scalars
+            self._commit(trial)
+        trial.fresh.finish()
+
+    def _update(self, trial: Trial) -> Scalars:
+        states, source, target = trial.states, trial.source, trial.target
+        slices = states.layout.slices
+        gradients = list(trial.gradients)
+        if any(trial.sums):
+            assert source.gradient is not None
+            totals = views_of(source.gradient, slices)
+            parts = zip(gradients, trial.sums, totals, strict=True)
+            gradients = [total if has else gradient for gradient, has, total in parts]
+        assert states.optimizer is not None
+        began = time.perf_counter()
+        scalars = states.optimizer.try_step(
+            views_of(source.master, slices),
+            gradients,
+            states.moments(source),
+            Results(
+                masters=views_of(target.master, slices),
+                state=states.moments(target),
+                compute=views_of(target.compute, slices) if states.mixed else None,
+            ),
+            hyperparameters=self._hyperparameters,
+            clip=self._clip,
+        )
+        ended = time.perf_counter()
+        self._lanes.update_s += ended - began
+        if self._lanes.recorder is not None:
+            self._lanes.recorder.add(
+                "cpu", self._lanes.label("update", states.unit.name), began, ended
+            )
+        return scalars
+
+
+def _by_norm(clip: Clip | None) -> bool:
+    return clip is not None and clip.factor is not None
