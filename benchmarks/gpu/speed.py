@@ -124,6 +124,8 @@ def run_ours(
         memory["host"] = f"{case.host}GiB"
     settings: dict[str, Any] = {"strategy": options.strategy, "memory": memory}
     settings["refine"] = options.refine
+    if options.clip is not None:
+        settings["clip_grad_norm"] = options.clip
     if case.ssd:
         settings.update(states="ssd", swap_to="ssd")
     if options.schedule != "auto":
@@ -140,22 +142,25 @@ def run_ours(
                 run.step(*batch)
         timing: Timing = timed(run.step, data)
         rss = psutil.Process().memory_info().rss
-        with run.lohan.record() as recorder:
-            recorded = timed(run.step, data)
-        real = recorder.timeline(f"recorded {name}")
-        with run.lohan.time_ops() as timer:
-            run.step(*data[0])
-        op_seconds = timer.seconds()
+        recorded_s, real, op_seconds = None, None, {}
+        if not options.lean:
+            with run.lohan.record() as recorder:
+                recorded_s = timed(run.step, data).step_s(options.skip)
+            real = recorder.timeline(f"recorded {name}")
+            with run.lohan.time_ops() as timer:
+                run.step(*data[0])
+            op_seconds = timer.seconds()
         program, hw = run.lohan.program(), run.lohan.options.hw
         workload = program.workload.timed(op_seconds)
         predicted = simulate(workload, program.plan, hw)
         bound = step_bound(workload, program.plan, hw, program=program.instructions)
         print(run.model.report(), flush=True)  # type: ignore[operator]
-        print(real.summary(), flush=True)
+        if real is not None:
+            print(real.summary(), flush=True)
         tiers = [u.tier for u in program.plan.units.values()]
         row = {
             "step_s": timing.step_s(options.skip),
-            "recorded_step_s": recorded.step_s(options.skip),
+            "recorded_step_s": recorded_s,
             "refined": None if run.lohan.refined is None else asdict(run.lohan.refined),
             "host": host_bytes_needed(workload, program.plan),
             "floor_s": ssd_floor(case, hw, program.plan) if case.ssd else None,
@@ -173,7 +178,7 @@ def run_ours(
             "tiers": {t: tiers.count(t) for t in set(tiers)},
             "notes": program.plan.notes,
         }
-        if options.out:
+        if options.out and real is not None:
             stem = options.out.with_suffix("")
             save_trace(Path(f"{stem}-{name}.trace.json"), [real, predicted.timeline.coalesce()])
             Path(f"{stem}-{name}.ops.json").write_text(json.dumps(op_seconds))
@@ -210,6 +215,8 @@ def main() -> None:
     parser.add_argument("--schedule", default="auto")
     parser.add_argument("--skip", type=int, default=3, help="steps that are not timed")
     parser.add_argument("--refine", action="store_true", help="let the first steps correct plans")
+    parser.add_argument("--lean", action="store_true", help="no recording, no timing of ops")
+    parser.add_argument("--clip", type=float, help="clip_grad_norm= of lohan_fx")
     parser.add_argument("--slack", type=float, default=1.5, help="GiB of the cap left to CUDA")
     parser.add_argument("--cpu-rate", type=float, help="Gparam/s of the optimizer beside a step")
     parser.add_argument("--out", type=Path)
@@ -252,7 +259,8 @@ def run_cases(options: argparse.Namespace, hw: HardwareProfile) -> None:
                 ratio = rows["plain"]["step_s"] / row["step_s"]
                 text += f"; {ratio:.3f} of plain (goal {case.goal})"
             if system == "ours":
-                text += f"; recording costs {row['recorded_step_s'] / row['step_s'] - 1:.1%}"
+                if row["recorded_step_s"]:
+                    text += f"; recording costs {row['recorded_step_s'] / row['step_s'] - 1:.1%}"
                 text += f"; refined {row['refined']}"
                 stages = ", ".join(f"{k} {v:.1f}" for k, v in row["setup_s"].items())
                 text += f"; set-up {stages} s"
