@@ -37,11 +37,12 @@ What determinism costs is the time of a step of *whole* beside that of the same 
 - *clipping*: the step over the one with as many micro-batches and no clipping (schedule
   "overlapped"), less 1. The limit of the norm is never reached in rows "not clipped": what
   backward tried was right ("speculative"). It is always exceeded in rows "clipped".
-- *accumulation*: an additional micro-batch, (t(4) − t(1)) / 3, over its arithmetic, less 1. The
-  arithmetic is forward and backward of the same model where everything stays on the device
-  (keep-all, uncapped, `model.no_sync()`: no update; gradients add up there). So the column has what
-  12 GiB cost a micro-batch (recomputation, transfers), and what sums beside states in host memory
-  do. It is small or negative where t(1) waits for updates that t(4) hides.
+- *accumulation*: a step of four micro-batches over four steps of one, less 1. (Negative where
+  steps of one wait for updates that a step of four hides.)
+- *more*: an additional micro-batch, (t(4) − t(1)) / 3, over its arithmetic, less 1: forward and
+  backward of the same model where everything stays on the device (keep-all, uncapped,
+  `model.no_sync()`: no update; gradients add up there). So it has what 12 GiB cost a micro-batch
+  (recomputation, transfers), and what sums beside states in host memory do.
 
 `--tiny` does all of this with a toy, on the CPU where there is no GPU. Times mean nothing then.
 """
@@ -597,10 +598,10 @@ def costs(job: dict[str, Any], life_step_s: float | None) -> dict[str, Any]:
     """Run and print the table of costs."""
     rows = {row["name"]: row for row in of(run("costs", job), "row")}
     arithmetic = rows[ARITHMETIC]["step_s"]
-    extra = (rows["4"]["step_s"] - rows["1"]["step_s"]) / 3
-    rows["4"]["accumulation"] = extra / arithmetic - 1
-    extra = (rows["4, not clipped"]["step_s"] - rows["1, not clipped"]["step_s"]) / 3
-    rows["4, not clipped"]["accumulation"] = extra / arithmetic - 1
+    for rest in ("", ", not clipped"):
+        one, four = rows[f"1{rest}"]["step_s"], rows[f"4{rest}"]["step_s"]
+        rows[f"4{rest}"]["accumulation"] = four / (4 * one) - 1
+        rows[f"4{rest}"]["more"] = (four - one) / 3 / arithmetic - 1
     for name, variant in VARIANTS.items():
         if variant.over is not None:
             rows[name]["clipping"] = rows[name]["step_s"] / rows[variant.over]["step_s"] - 1
@@ -608,9 +609,9 @@ def costs(job: dict[str, Any], life_step_s: float | None) -> dict[str, Any]:
     def percent(row: dict[str, Any], key: str) -> str:
         return f"{row[key]:+.1%}" if key in row else ""
 
-    table = "{:<18}{:>10}{:>12}{:>13}{:>11}{:>10}{:>14}  {}"
-    heads = ("step", "micro-batch", "predicted", "tokens/s", "clipping", "accumulation", "schedule")
-    print(table.format("micro-batches", *heads))
+    table = "{:<18}{:>10}{:>12}{:>13}{:>11}{:>10}{:>14}{:>9}  {}"
+    heads = ("step", "micro-batch", "predicted", "tokens/s", "clipping", "accumulation", "more")
+    print(table.format("micro-batches", *heads, "schedule"))
     for name, row in rows.items():
         print(
             table.format(
@@ -621,6 +622,7 @@ def costs(job: dict[str, Any], life_step_s: float | None) -> dict[str, Any]:
                 f"{row['tokens_per_s']:,.0f}",
                 percent(row, "clipping"),
                 percent(row, "accumulation"),
+                percent(row, "more"),
                 row["schedule"] if name != ARITHMETIC else "no update",
             )
         )
