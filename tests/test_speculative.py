@@ -3,14 +3,14 @@ no gradient had to be clipped."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +26,7 @@ from lohan_fx.plan import UnitPlan
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.program import lower
 from lohan_fx.runtime.native import adam
-from lohan_fx.runtime.optimizer import UnitOptimizer
+from lohan_fx.runtime.optimizer import Clip, Results, UnitOptimizer
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.trials import Trials
 from lohan_fx.runtime.updates import Updater
@@ -262,8 +262,8 @@ def test_a_step_that_is_skipped(
     def loop(model: nn.Module, training: Training, inputs: dict[str, Any]) -> list[Tensor]:
         noted = []
         for bad in (False, True, False, True, False):
-            for k in range(accumulate):
-                noted.append(backward(model, inputs, scale=torch.nan if bad and not k else 1.0))
+            scales = [torch.nan if bad else 1.0, *[1.0] * (accumulate - 1)]
+            noted += [backward(model, inputs, scale=scale) for scale in scales]
             if not bad or hasattr(model, "lohan"):
                 training.optimizer.step()
             training.optimizer.zero_grad()
@@ -382,8 +382,7 @@ def test_mixed_precision(
         made = compiled(model, optimizer, hw, accumulate=accumulate, **options)
         noted = []
         for _ in range(3):
-            for _ in range(accumulate):
-                noted.append(backward(made, inputs))
+            noted += [backward(made, inputs) for _ in range(accumulate)]
             optimizer.step()
             optimizer.zero_grad()
         made.lohan.close()
@@ -428,6 +427,54 @@ def test_by_value(watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyP
     loop = windows("mlp", (1, 1, 1), value=1e-3)
     check("mlp", loop, hw, monkeypatch, clip_grad_value=1e-3, **SPECULATIVE)
     assert len(watch.flips) == 3 * len(set(watch.flips))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("clip", [None, Clip(factor=torch.tensor(0.3)), Clip(limit=0.5)])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_update_that_is_tried_leaves_everything(
+    kind: str, clip: Clip | None, mixed: bool
+) -> None:
+    """But state before the first update. Its results are those of the update in place."""
+    torch.manual_seed(0)
+    sizes = (1187, 37, 5)
+    parameters = [nn.Parameter(torch.randn(size)) for size in sizes]
+    unit = UnitOptimizer(OPTIMIZERS[kind](parameters), parameters, chunk_elements=1024)
+    names = unit.state_names()
+    dtype = torch.bfloat16 if mixed else torch.float32
+    masters = [p.detach().clone() for p in parameters]
+    state = [{n: torch.full_like(m, torch.nan) for n in names} for m in masters]
+    compute = [m.to(dtype) for m in masters]
+    for without in (2, 1, None):
+        gradients = [
+            None if k == without else torch.randn(size).to(dtype) for k, size in enumerate(sizes)
+        ]
+        results = Results(
+            masters=[torch.full_like(m, torch.nan) for m in masters],
+            state=[{n: torch.full_like(m, torch.nan) for n in names} for m in masters],
+            compute=[torch.full_like(c, torch.nan) for c in compute] if mixed else None,
+        )
+        given: list[Any] = [masters, compute, [g for g in gradients if g is not None]]
+        if without != 2:
+            given.append([v for views in state[:1] for v in views.values()])
+        before, scalars = copy.deepcopy(given), unit.scalar_state()
+        made = unit.try_step(masters, gradients, state, results, clip=clip)
+        for tensors, wanted in zip(given, before, strict=True):
+            assert all(map(identical, tensors, wanted))
+        assert unit.scalar_state() == scalars
+        if mixed:
+            unit.step_mixed(masters, gradients, state, compute, clip=clip)
+            assert results.compute is not None
+            assert all(map(identical, results.compute, compute))
+        else:
+            unit.step(masters, gradients, state, clip=clip)
+        assert all(map(identical, results.masters, masters))
+        for k, views in enumerate(state):
+            if unit.scalar_state()[k] is not None:
+                assert all(identical(results.state[k][n], v) for n, v in views.items())
+        scalars = unit.scalar_state()
+        unit.accept(made)
+        assert unit.scalar_state() == scalars
 
 
 # -- what users do between backward and step -------------------------------------------------------
@@ -499,7 +546,7 @@ def test_what_is_refused_between_backward_and_step(
         lambda: both.ours.optimizer.load_state_dict(saved),
         lambda: lohan_fx.save(both.made, "nowhere"),
     ):
-        with torch.no_grad(), pytest.raises(StepError, match="optimizer.step"):
+        with torch.no_grad(), pytest.raises(StepError, match=r"optimizer\.step"):
             ask()
     both.ours.step()
     step(both.plain, both.its, both.inputs)
