@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.table import Table
 
+from lohan_fx.arguments import check_call, check_count, check_flag, several
 from lohan_fx.errors import HardwareError, InsufficientMemoryError, LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import TIERS
@@ -376,10 +377,17 @@ def ablate(
     """
     if strategies is None:
         strategies = [s for s in names() if s not in SLOW]
-    chosen = [strategies] if isinstance(strategies, str) or callable(strategies) else [*strategies]
+    chosen = [strategies] if callable(strategies) else several("strategies", strategies)
     for strategy in chosen:
         get(strategy)
-    axes = [_several(states), _several(swap_to), _several(schedule)]
+    axes = [several("states", states), several("swap_to", swap_to), several("schedule", schedule)]
+    sizes = several("batch", batch)
+    check_flag("measure", measure)
+    check_count("steps", steps, "measured steps")
+    if on_row is not None:
+        if not callable(on_row):
+            raise LohanError(f"on_row={on_row!r}: give a function of a row")
+        check_call(on_row, 1, "on_row is called with each row")
     for where, to, how in itertools.product(*axes):
         PlannerOptions(states=where, swap_to=to, schedule=how)  # refused before minutes of work
     given = _Given(model, inputs, hw, sequence, optimizer, dtype, outputs, full_trace).start()
@@ -391,13 +399,8 @@ def ablate(
         runner = Runner(model, inputs, given.hw, sequence, optimizer, dtype, outputs, steps)
     rows = []
     bounds: dict[tuple[Any, ...], float] = {}
-    several: tuple[Iterable[Any], ...] = (
-        _several(batch),
-        budgets,
-        *axes,
-        chosen,
-    )
-    for size, (label, budget), where, to, how, strategy in itertools.product(*several):
+    cases: tuple[Iterable[Any], ...] = (sizes, budgets, *axes, chosen)
+    for size, (label, budget), where, to, how, strategy in itertools.product(*cases):
         case = Case(
             strategy=strategy if isinstance(strategy, str) else _label(strategy),
             batch=size,
@@ -416,12 +419,6 @@ def ablate(
             on_row(row)
     items = next((r.planned.items for r in rows if r.planned is not None), "items")
     return Ablation(model=given.name, hardware=given.hw.name, items=items, rows=tuple(rows))
-
-
-def _several(value: Any) -> list[Any]:
-    if value is None or isinstance(value, str | int):
-        return [value]
-    return list(value)
 
 
 def _label(strategy: Planner) -> str:
@@ -443,8 +440,9 @@ def _budgets(
         elif request is None and default is not None:
             found.append(("as planned", default))
         else:
+            budget = MemoryBudget.from_request(hw, request)
             label = " ".join(f"{tier}={_text(size)}" for tier, size in (request or {}).items())
-            found.append((label or "default", MemoryBudget.from_request(hw, request)))
+            found.append((label or "default", budget))
     return found
 
 
@@ -483,7 +481,7 @@ class _Given:
         if isinstance(model, Workload):
             self.name = model.name
         elif not isinstance(model, Planned):
-            from lohan_fx.planning import make_tracer
+            from lohan_fx.model_arguments import make_tracer
 
             self.tracer = make_tracer(
                 model,

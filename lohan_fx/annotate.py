@@ -25,9 +25,10 @@ from torch.utils.flop_counter import (
 )
 
 from lohan_fx._compat import OpOverload, storage_key
-from lohan_fx.capture import Captured, dense_stride, is_random, is_repeatable, op_name
+from lohan_fx.capture import dense_stride
 from lohan_fx.errors import CaptureError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.joint_graph import Captured, is_random, is_repeatable, op_name
 from lohan_fx.workload import Op, Unit, Value, Workload
 from lohan_fx.workspace import workspace_bytes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -14,14 +14,22 @@ from torch import nn
 from lohan_fx._compat import Unmoved
 from lohan_fx.capture import Outputs
 from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES
+from lohan_fx.compile_arguments import (
+    check_choices,
+    check_gradients,
+    check_optimizer,
+    chosen_dtype,
+    chosen_hardware,
+    chosen_plan,
+    chosen_schedule,
+    device_of,
+)
 from lohan_fx.compiled import CompiledModel, Gradients, Options
-from lohan_fx.errors import HardwareError, LohanError
+from lohan_fx.errors import LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import SCHEDULES, WAITING, WHOLE, Plan, Schedule
-from lohan_fx.planned import hardware
-from lohan_fx.planners import Planner, PlannerOptions, get
+from lohan_fx.plan import Plan, Schedule
+from lohan_fx.planners import Planner, PlannerOptions
 from lohan_fx.printing import ProgramModule
-from lohan_fx.profiling import profile_hardware
 from lohan_fx.progress import Shown
 from lohan_fx.report import report_text
 from lohan_fx.runtime.malloc import expand_segments, return_freed_memory
@@ -210,6 +218,61 @@ def compile(
         CheckpointError: weights= is damaged or does not fit; all keys concerned are named.
         At the first forward: CaptureError, InsufficientMemoryError, StorageError, PlanError.
     """
+    _check_model(model)
+    check_optimizer(optimizer)
+    check_choices(
+        fused=fused,
+        refine=refine,
+        progress=progress,
+        forwards=forwards,
+        loss_chunk_bytes=loss_chunk_bytes,
+        outputs=outputs,
+    )
+    check_gradients(
+        optimizer, gradients, accumulate, clip_grad_norm, clip_grad_value, skip_nonfinite
+    )
+    plan = chosen_plan(plan)
+    chosen = chosen_schedule(
+        schedule,
+        strategy,
+        plan,
+        gradients=gradients,
+        clip_grad_norm=clip_grad_norm,
+        skip_nonfinite=skip_nonfinite,
+    )
+    planner = PlannerOptions(states=states, swap_to=swap_to, schedule=chosen)
+    hw = chosen_hardware(hw, progress)
+    device = device_of(hw)
+    options = Options(
+        hw=hw,
+        budget=MemoryBudget.from_request(hw, memory),
+        device=device,
+        dtype=chosen_dtype(dtype, device, optimizer),
+        strategy=strategy,
+        planner=planner,
+        outputs=outputs,
+        fused=device.type == "cuda" if fused == "auto" else fused,
+        plan=plan,
+        loss_chunk_bytes=loss_chunk_bytes,
+        gradients=gradients,
+        accumulate=accumulate,
+        clip_grad_norm=clip_grad_norm,
+        clip_grad_value=clip_grad_value,
+        skip_nonfinite=skip_nonfinite,
+        forwards=forwards,
+        may_defer=schedule == "auto" and chosen == "speculative",
+        refine=_refines(device) if refine == "auto" else refine,
+        progress=progress,
+    )
+    _set_allocator(device)
+    source = resolve(model, weights)
+    compiled = CompiledModel(model, optimizer, options, source)
+    if isinstance(source, StoredWeights):
+        fill(places_of(model), source)
+    return _become_compiled(model, compiled)
+
+
+def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise LohanError(f"compile needs a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, LohanModule):
@@ -221,99 +284,22 @@ def compile(
             "the model was made by torch.compile, which lohan_fx.compile takes the place of: give "
             "the model itself"
         )
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        name = getattr(optimizer, "__name__", type(optimizer).__name__)
-        raise LohanError(
-            f"optimizer= needs a torch.optim optimizer over the model's parameters, such as "
-            f"torch.optim.AdamW(model.parameters()), not {name}"
-        )
-    if not isinstance(forwards, int) or isinstance(forwards, bool) or forwards < 1:
-        raise LohanError(f"forwards={forwards!r}: use a number of forwards, at least 1")
-    its_schedule = getattr(get(strategy), "schedule", None)
-    if isinstance(plan, (str, Path)):
-        if not Path(plan).is_file():
-            raise LohanError(f"plan={str(plan)!r}: there is no such file")
-        plan = Plan.load(plan)
-    _check_gradients(
-        optimizer, gradients, accumulate, clip_grad_norm, clip_grad_value, skip_nonfinite
-    )
-    waits = ""
-    if gradients == "kept":
-        waits = "with gradients='kept' the gradients are the user's until then"
-    elif clip_grad_norm is not None or skip_nonfinite:
-        asks = "skip_nonfinite" if clip_grad_norm is None else "clip_grad_norm"
-        waits = f"{asks} needs the norm of all gradients before the first update"
-    by_default: Schedule = "serial" if gradients == "kept" else "speculative"
-    if its_schedule in WAITING:
-        by_default = its_schedule
-    allowed = WAITING if gradients == "kept" else WHOLE
-    speculates = bool(waits) and schedule == "auto" and by_default == "speculative"
-    schedule = _schedule(schedule, waits, by_default, allowed, plan)
-    planner = PlannerOptions(states=states, swap_to=swap_to, schedule=schedule)
-    for name, choice in (("fused", fused), ("refine", refine)):
-        if choice not in (True, False, "auto"):
-            raise LohanError(f"{name}={choice!r}: use True, False or 'auto'")
-    if loss_chunk_bytes < 0:
-        raise LohanError(f"loss_chunk_bytes={loss_chunk_bytes!r}: use 0 (never) or a size in bytes")
-    if memory is not None and not isinstance(memory, Mapping):
-        raise LohanError(f"memory={memory!r}: write it as {{'device': '24GiB', 'host': '64GiB'}}")
-    if progress not in (True, False, "auto"):
-        raise LohanError(f"progress={progress!r}: use True, False or 'auto'")
-    if not isinstance(hw, (HardwareProfile, str, Path, type(None))):
-        raise LohanError(
-            f"hw={hw!r}: use a profile (lohan_fx.profile_hardware()), the name of a preset, or the "
-            "file of a saved profile"
-        )
-    if str(hw).endswith(".json") and isinstance(hw, (str, Path)) and not Path(hw).is_file():
-        raise LohanError(f"hw={str(hw)!r}: there is no such file")
-    hw = (
-        profile_hardware(progress=progress is not False)
-        if hw is None
-        else hardware(str(hw) if isinstance(hw, Path) else hw)
-    )
-    device = _device(hw)
-    if dtype == "auto":
-        on_gpu = device.type == "cuda" and optimizer is not None
-        dtype = torch.bfloat16 if on_gpu else None
-    elif isinstance(dtype, str):
-        dtype = _dtype(dtype)
-    if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
-        raise LohanError(f"dtype={dtype}: use a floating-point one, such as torch.bfloat16")
-    if dtype is not None and optimizer is None:
-        raise LohanError("dtype= needs optimizer=: without one there are no masters to update")
+
+
+def _refines(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
+
+
+def _set_allocator(device: torch.device) -> None:
+    """Let this process's allocator keep little more than what is in use."""
     if device.type == "cpu":
         return_freed_memory()
     else:
         expand_segments()
-    source = resolve(model, weights)
-    compiled = CompiledModel(
-        model,
-        optimizer,
-        Options(
-            hw=hw,
-            budget=MemoryBudget.from_request(hw, memory),
-            device=device,
-            dtype=dtype,
-            strategy=strategy,
-            planner=planner,
-            outputs=outputs,
-            fused=device.type == "cuda" if fused == "auto" else fused,
-            plan=plan,
-            loss_chunk_bytes=loss_chunk_bytes,
-            gradients=gradients,
-            accumulate=accumulate,
-            clip_grad_norm=clip_grad_norm,
-            clip_grad_value=clip_grad_value,
-            skip_nonfinite=skip_nonfinite,
-            forwards=forwards,
-            may_defer=speculates,
-            refine=_refines(device) if refine == "auto" else refine,
-            progress=progress,
-        ),
-        source,
-    )
-    if isinstance(source, StoredWeights):
-        fill(places_of(model), source)
+
+
+def _become_compiled(model: M, compiled: CompiledModel) -> M:
+    """Give the model a subclass of its class, whose forward runs the compiled model."""
     cls = type(model)
     model.__dict__["_lohan"] = compiled
     own = model.__dict__.pop("forward", None)
@@ -329,101 +315,3 @@ def compile(
     members = {"__module__": cls.__module__, "forward": forward}
     model.__class__ = type(cls.__name__, (LohanModule, cls), members)
     return model
-
-
-def _check_gradients(
-    optimizer: torch.optim.Optimizer | None,
-    gradients: Gradients,
-    accumulate: int | Literal["manual"],
-    clip_grad_norm: float | None,
-    clip_grad_value: float | None,
-    skip_nonfinite: bool,
-) -> None:
-    """Refuse options about gradients that contradict each other."""
-    if gradients not in ("consumed", "kept"):
-        raise LohanError(f"gradients={gradients!r}: use 'consumed' or 'kept'")
-    counts = isinstance(accumulate, int) and not isinstance(accumulate, bool) and accumulate > 0
-    if not counts and accumulate != "manual":
-        raise LohanError(f"accumulate={accumulate!r}: use 'manual' or a number of backwards")
-    for name, value in (("clip_grad_norm", clip_grad_norm), ("clip_grad_value", clip_grad_value)):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and value >= 0):
-            raise LohanError(f"{name}={value!r}: use None or a number that is not negative")
-    if not isinstance(skip_nonfinite, bool):
-        raise LohanError(f"skip_nonfinite={skip_nonfinite!r}: use True or False")
-    if clip_grad_norm is not None and clip_grad_value is not None:
-        raise LohanError("clip_grad_norm and clip_grad_value together have no order: use one")
-    asked = {
-        "accumulate": accumulate != 1,
-        "clip_grad_norm": clip_grad_norm is not None,
-        "clip_grad_value": clip_grad_value is not None,
-        "skip_nonfinite": skip_nonfinite,
-    }
-    first = next((name for name, is_asked in asked.items() if is_asked), None)
-    if first is not None and gradients == "kept":
-        raise LohanError(
-            f"{first}= with gradients='kept', where gradients are yours until optimizer.step(): "
-            "leave it out and do it in the loop, as in plain PyTorch, or leave gradients= out"
-        )
-    if first is not None and optimizer is None:
-        raise LohanError(f"{first}= needs optimizer=: without one, gradients are in .grad as ever")
-
-
-def _schedule(
-    schedule: Schedule | Literal["auto"],
-    waits: str,
-    default: Schedule,
-    allowed: Collection[Schedule],
-    plan: Plan | None,
-) -> Schedule | Literal["auto"]:
-    """The schedule to plan with.
-
-    Args:
-        waits: why no update may count before optimizer.step(), if so.
-        default: what "auto" is then.
-        allowed: the schedules with which none does.
-
-    Raises:
-        LohanError: updates of the schedule, or of the plan, would begin too early.
-    """
-    if not waits:
-        return schedule
-    wanted = schedule if plan is None else plan.schedule
-    if wanted not in ("auto", *allowed):
-        others = " or ".join(repr(s) for s in SCHEDULES if s in allowed)
-        raise LohanError(
-            f"schedule {wanted!r} updates units before optimizer.step(), but {waits}: use "
-            f"schedule={others} ('auto' is {default!r} here)"
-        )
-    return default if wanted == "auto" else wanted
-
-
-def _refines(device: torch.device) -> bool:
-    return device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
-
-
-_DTYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-}
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise LohanError(f"dtype={name!r}: use 'auto', None, a torch.dtype, or one of {[*_DTYPES]}")
-    return _DTYPES[name]
-
-
-def _device(hw: HardwareProfile) -> torch.device:
-    if hw.device_kind != "cuda":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise HardwareError(
-            f"profile {hw.name!r} is of a CUDA device, and this machine has none: profile this "
-            "machine with profile_hardware()"
-        )
-    return torch.device("cuda", torch.cuda.current_device())

@@ -16,20 +16,37 @@ import json
 import os
 import secrets
 import shutil
+import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lohan_fx._compat import is_wrapper_subclass
 from lohan_fx.errors import LohanError, StorageError, format_bytes
+from lohan_fx.manifest import HEADER, UNKNOWN, WHOLE_FILE, bytes_of
 from lohan_fx.weights import DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _RELIEVE_BYTES = 64 << 20
+
+
+class File(Protocol):
+    """What `write_directory` writes."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size, or a bound of it."""
+
+    def write(self, file: io.BufferedWriter, relieve: Callable[[], None]) -> None:
+        """Write it; `relieve` is called now and then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +60,20 @@ class TextFile:
     def num_bytes(self) -> int:
         return len(self.text.encode())
 
+    @property
+    def checksums(self) -> Mapping[str, int]:
+        return {WHOLE_FILE: zlib.crc32(self.text.encode())}
+
     def write(self, file: io.BufferedWriter, relieve: Callable[[], None]) -> None:
         file.write(self.text.encode())
 
 
 class TensorFile:
-    """A safetensors file: 8 bytes of the header's length, a JSON header, the tensors' bytes."""
+    """A safetensors file: 8 bytes of the header's length, a JSON header, the tensors' bytes.
+
+    Attributes:
+        checksums: of header and tensors; a tensor's is known when it has been written.
+    """
 
     def __init__(
         self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
@@ -69,30 +94,34 @@ class TensorFile:
         text += b" " * (-len(text) % 8)
         self._header = len(text).to_bytes(8, "little") + text
         self.data_bytes = end
+        self.checksums = {HEADER: zlib.crc32(self._header), **dict.fromkeys(tensors, UNKNOWN)}
 
     @property
     def num_bytes(self) -> int:
         return len(self._header) + self.data_bytes
 
     def write(self, file: io.BufferedWriter, relieve: Callable[[], None]) -> None:
-        """Write tensor by tensor; `relieve` is called now and then."""
+        """Write tensor by tensor, and make checksums beside the writes: neither needs the GIL."""
         file.write(self._header)
         since = 0
-        for tensor in self._tensors.values():
-            flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-            if flat.numel():
-                file.write(flat.view(torch.uint8).numpy().data)
-            since += flat.nbytes
-            del flat
-            if since > _RELIEVE_BYTES:
-                since = 0
-                relieve()
+        with ThreadPoolExecutor(1) as beside:
+            for key, tensor in self._tensors.items():
+                plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+                data = bytes_of(plain)
+                checksum = beside.submit(zlib.crc32, data)
+                file.write(data)
+                self.checksums[key] = checksum.result()
+                since += len(data)
+                del plain, data, checksum
+                if since > _RELIEVE_BYTES:
+                    since = 0
+                    relieve()
         relieve()
 
 
 def tensor_files(
     tensors: Mapping[str, Tensor], whole: str, max_bytes: int, metadata: Mapping[str, str]
-) -> list[File]:
+) -> list[TensorFile | TextFile]:
     """One file, or shards of at most `max_bytes` (or of one tensor) with an index."""
     wrong = [k for k, t in tensors.items() if t.dtype not in DTYPE_NAMES or not is_plain(t)]
     if wrong:
@@ -125,9 +154,6 @@ def tensor_files(
 
 def is_plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not is_wrapper_subclass(tensor)
-
-
-File: TypeAlias = TextFile | TensorFile
 
 
 def write_directory(
@@ -313,4 +339,7 @@ def _sync_directory(path: Path) -> None:
 def found(directory: Path) -> Path:
     """Where the directory is, also if its replacement was cut short between two renames."""
     target = Path(os.path.realpath(directory))
-    return _previous(target) if not target.exists() and _previous(target).is_dir() else target
+    try:
+        return _previous(target) if not target.exists() and _previous(target).is_dir() else target
+    except OSError as error:
+        raise StorageError(f"cannot use {directory}: {error.strerror}; name another") from error

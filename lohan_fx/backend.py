@@ -19,9 +19,10 @@ from torch import Tensor, fx, nn
 
 from lohan_fx import _compat, footprint
 from lohan_fx.annotate import StateLayout, annotate, module_name
-from lohan_fx.capture import Captured, InputRole, OutputRole, constants_of, copy_joint
 from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.joint_copy import constants_of, copy_joint
+from lohan_fx.joint_graph import Captured, InputRole, OutputRole
 from lohan_fx.passes import PassManager, Rewrite, pipeline
 from lohan_fx.passes.base import Mark
 from lohan_fx.passes.split import Halves, split

@@ -8,98 +8,37 @@ ATen without decompositions: the very kernels that eager mode runs, in the same 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import inspect
 import itertools
 import logging
-import operator
 import re
-import sysconfig
-import traceback
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from lohan_fx import _compat
+from lohan_fx.capture_failure import FIXED_SHAPES, explain, location
 from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES, chunk_losses
 from lohan_fx.errors import CaptureError
+from lohan_fx.joint_copy import constants_of, copy_joint
+from lohan_fx.joint_graph import Captured, InputRole, OutputRole, op_name
+
+__all__ = [
+    "Captured",
+    "InputRole",
+    "OutputRole",
+    "Outputs",
+    "capture",
+    "dense_stride",
+    "first_names",
+]
 
 logger = logging.getLogger("lohan_fx")
 
 Outputs = Literal["auto", "all"] | Sequence[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputRole:
-    """What a placeholder of the joint graph is.
-
-    kind "parameter"/"buffer": `target` is the fully qualified name; "input": `index` is the
-    position among the flattened (args, kwargs); "tangent": `index` is the flat output whose
-    gradient it is.
-    """
-
-    kind: Literal["parameter", "buffer", "input", "tangent"]
-    target: str = ""
-    index: int = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputRole:
-    """What an output of the joint graph is.
-
-    kind "output": flat user output `index`; "mutation": the new value of buffer `target` or of
-    input `index`; "gradient": of parameter `target` or input `index`.
-    """
-
-    kind: Literal["output", "mutation", "gradient"]
-    target: str = ""
-    index: int = -1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Captured:
-    """One captured training (or inference) step.
-
-    `graph` is functional: placeholders in the order of `inputs`, one flat output tuple in the
-    order of `outputs`; nodes of the forward come before those of the backward, which carry
-    ``meta["phase"] == "backward"``. `differentiable` are the flat outputs that get a tangent;
-    `unflatten(flat outputs, args, kwargs)` builds what the user's forward returns.
-    """
-
-    graph: fx.GraphModule
-    inputs: tuple[InputRole, ...]
-    outputs: tuple[OutputRole, ...]
-    num_outputs: int
-    differentiable: tuple[int, ...]
-    unflatten: Callable[[tuple[Any, ...], tuple[Any, ...], dict[str, Any]], Any]
-    compute_dtype: torch.dtype | None
-    device: torch.device
-    first_names: Mapping[str, str]
-
-    def first_name(self, target: str) -> str:
-        """The first of a tied parameter's names."""
-        return self.first_names.get(target, target)
-
-    def clone(self) -> Captured:
-        """A copy to rewrite; nodes keep their names and marks, values are shared."""
-        graph = fx.Graph()
-        new: dict[fx.Node, fx.Node] = {}
-        for node in self.graph.graph.nodes:
-            new[node] = graph.node_copy(node, new.__getitem__)
-            new[node].name = node.name
-        for node in graph.nodes:
-            if "root" in node.meta:
-                node.meta["root"] = new[node.meta["root"]]
-        return dataclasses.replace(self, graph=_compat.LazyGraphModule(self.graph, graph))
-
-    @property
-    def has_backward(self) -> bool:
-        return bool(self.differentiable)
 
 
 def capture(
@@ -154,7 +93,7 @@ def capture(
         except CaptureError:
             raise
         except Exception as error:
-            raise CaptureError(_explain(model, error)) from error
+            raise CaptureError(explain(model, error)) from error
     _check_buffers(model, captured, dynamo.side_effects)
     return captured
 
@@ -193,10 +132,10 @@ def _check_dynamo(model: nn.Module, dynamo: _compat.DynamoCapture) -> None:
     """Refuse what the joint graph would silently get wrong or could not trace."""
     node = _compat.data_dependent_node(dynamo.module)
     if node is not None:
-        where = _where(model, _compat.frames_in(node.meta.get("stack_trace") or ""))
+        where = location(model, _compat.frames_in(node.meta.get("stack_trace") or ""))
         raise CaptureError(
             f"cannot capture {type(model).__name__} as one graph{where}\n  the size or value of "
-            f"what {op_name(node)} returns depends on data\n  {_FIXED_SHAPES}"
+            f"what {op_name(node)} returns depends on data\n  {FIXED_SHAPES}"
         )
     node = dynamo.written_outside()
     if node is not None:
@@ -387,13 +326,6 @@ def _written(role: InputRole) -> CaptureError:
     )
 
 
-def placeholder_name(role: InputRole) -> str:
-    """Readable placeholder name: ``p_h_0_ln_1_weight``, ``b_running_mean``, ``input_0``."""
-    if role.kind in ("parameter", "buffer"):
-        return f"{role.kind[0]}_{re.sub(r'[^0-9a-zA-Z_]', '_', role.target)}"
-    return f"{role.kind}_{role.index}"
-
-
 def _normalize(
     model: nn.Module,
     dynamo: _compat.DynamoCapture,
@@ -434,125 +366,6 @@ def _normalize(
         device=device,
         first_names=first_names(model),
     )
-
-
-def copy_joint(
-    source: fx.Graph,
-    roles: Mapping[fx.Node, InputRole],
-    returned: Sequence[tuple[Any, OutputRole]],
-) -> fx.Graph:
-    """Copy a joint graph: forward nodes first, readable names, what nobody reads left out.
-
-    Args:
-        roles: the placeholders that stay; others must be unread, or symbols of fixed value.
-        returned: the outputs that stay, in order.
-    """
-    graph = fx.Graph()
-    env: dict[fx.Node, Any] = {}
-    for node in source.find_nodes(op="placeholder"):
-        if node in roles:
-            role = roles[node]
-            env[node] = made = graph.placeholder(placeholder_name(role))
-            phase = "backward" if role.kind == "tangent" else "forward"
-            made.meta = {"val": node.meta["val"], "role": role, "phase": phase}
-        elif isinstance(node.meta.get("val"), (int, torch.SymInt)):
-            env[node] = int(node.meta["val"])
-    body = [n for n in source.nodes if n.op not in ("placeholder", "output")]
-    for node in sorted(body, key=lambda n: _phase(n) == "backward"):  # stable
-        env[node] = made = _copy(graph, node, env)
-        made.meta["phase"] = _phase(node)
-        _check_layout(made)
-    older = {
-        _compat.storage_key(value)
-        for n in graph.nodes
-        if (n.op == "placeholder" or n.meta["phase"] == "forward")
-        and isinstance(value := n.meta.get("val"), torch.Tensor)
-    }
-    outputs = [(env[v] if isinstance(v, fx.Node) else v, role) for v, role in returned]
-    graph.output(tuple(_own(graph, v, older) if r.kind == "gradient" else v for v, r in outputs))
-    _drop_aliases(graph)
-    _drop_dead(graph)
-    return graph
-
-
-def _copy(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, Any]) -> fx.Node:
-    """Copy a node; one that takes a result out of a tuple is named after the op."""
-    name = node.name
-    if node.target is operator.getitem:
-        source: Any = node.args[0]
-        name = f"{env[source].name}_r{node.args[1]}"
-    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-    made = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
-    made.meta = dict(node.meta)
-    _correct_statistics(made)
-    _round_dropout(made)
-    return made
-
-
-def _round_dropout(node: fx.Node) -> None:
-    """Let the gradient of dropout be scaled by a rounded factor, as eager mode's is on a CPU.
-
-    There it is a product with a mask of zeros and factors, in the input's dtype.
-    """
-    if node.target is torch.ops.aten.native_dropout_backward.default:
-        arguments: Any = node.args
-        gradient, mask, scale = arguments
-        value = gradient.meta["val"]
-        if value.device.type == "cpu":
-            node.args = (gradient, mask, torch.tensor(scale, dtype=value.dtype).item())
-
-
-_NORMS = {
-    torch.ops.aten.native_layer_norm.default,
-    torch.ops.aten.native_group_norm.default,
-    torch.ops.aten._native_batch_norm_legit_functional.default,
-}
-
-
-def _correct_statistics(node: fx.Node) -> None:
-    """Give mean and inverse deviation, as a normalization saves them, the dtype that they have.
-
-    On a CPU it is that of the first parameter or running statistic (is_mixed_type in
-    ATen/native/cpu/mixed_data_type.h); a fake tensor says that it is the input's. The two differ
-    in autocast regions.
-    """
-    source: Any = node.args[0] if node.target is operator.getitem else node
-    if source.target not in _NORMS:
-        return
-    x, *others = [a.meta["val"] for a in source.args if isinstance(a, fx.Node)]
-    if x.device.type != "cpu" or not others or others[0].dtype == x.dtype:
-        return
-    if source is node:
-        y, mean, deviation, *rest = node.meta["val"]
-        with mean.fake_mode:
-            statistics = [t.to(others[0].dtype) for t in (mean, deviation)]
-        node.meta["val"] = (y, *statistics, *rest)
-    else:
-        node.meta["val"] = source.meta["val"][node.args[1]]
-
-
-def _own(graph: fx.Graph, gradient: fx.Node, older: Container[int]) -> fx.Node:
-    """A gradient with memory that backward made: a copy, if it is a view of something `older`.
-
-    (Of a tangent: the gradient of a plain sum; of a saved tensor: a straight-through estimator.)
-    """
-    value = gradient.meta["val"]
-    if _compat.storage_key(value) not in older:
-        return gradient
-    with torch.no_grad():
-        copied = value.clone()
-    node = graph.call_function(torch.ops.aten.clone.default, (gradient,))
-    node.meta = {**gradient.meta, "val": copied, "phase": "backward"}
-    return node
-
-
-def _check_layout(node: fx.Node) -> None:
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-        raise CaptureError(
-            f"{op_name(node)} makes a tensor of layout {value.layout}: lohan_fx moves "
-            "strided tensors only (an embedding with sparse=True has a sparse gradient)"
-        )
 
 
 def _check_roles(
@@ -628,149 +441,3 @@ class _Unflatten:
 
     def __call__(self, flat: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.rebuild(flat, (*args, *(kwargs[name] for name in self.keywords)))
-
-
-def _phase(node: fx.Node) -> str:
-    return "backward" if "backward" in str(node.meta.get("partitioner_tag")) else "forward"
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether the op draws from a random generator (its result cannot be had again)."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags and not _dropout_is_off(node)
-
-
-def is_repeatable(node: fx.Node) -> bool:
-    """Whether the op, run again, gives the same result and does nothing else.
-
-    A higher-order op holds a graph of its own, which may draw or mutate: it counts as if it did.
-    """
-    higher = isinstance(node.target, _compat.HigherOrderOperator)
-    return not (higher or is_random(node) or node.is_impure())
-
-
-def _dropout_is_off(node: fx.Node) -> bool:
-    """Attention ops carry the tag for their dropout; with probability 0 they draw nothing."""
-    schema = getattr(node.target, "_schema", None)
-    for i, a in enumerate(schema.arguments if schema else ()):
-        if a.name == "dropout_p":
-            value = node.kwargs.get("dropout_p", node.args[i] if i < len(node.args) else 0.0)
-            return bool(value == 0.0)
-    return False
-
-
-def _drop_aliases(graph: fx.Graph) -> None:
-    """Let ops read through ``detach`` and ``alias``: to them, these return what they are given."""
-    identities = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-    for node in graph.nodes:
-        if node.target in identities:
-            node.replace_all_uses_with(node.args[0], lambda user: user.op != "output")
-
-
-def _drop_dead(graph: fx.Graph) -> None:
-    """Remove what nobody reads, but never an op that draws randomness: eager draws it too."""
-    for node in reversed(list(graph.nodes)):
-        if node.users or node.op == "output":
-            continue
-        if node.op == "placeholder":
-            if node.meta["role"].kind in ("parameter", "buffer"):
-                graph.erase_node(node)
-        elif is_repeatable(node):
-            graph.erase_node(node)
-
-
-def constants_of(source: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:
-    """Tensors that the forward makes from Python numbers, as real tensors."""
-    found: dict[str, Any] = {}
-    for node in graph.find_nodes(op="get_attr"):
-        value = getattr(source, node.target)
-        if isinstance(value, _compat.FakeTensor):
-            value = value.constant
-            if value is None:
-                raise CaptureError(
-                    f"constant {node.target} of the forward has no value while tracing: make it "
-                    "a buffer of the module"
-                )
-        found[node.target] = value
-    return found
-
-
-def op_name(node: fx.Node) -> str:
-    """What a node calls, for people: ``aten.addmm``, ``mul``, ``getitem``."""
-    if isinstance(node.target, str):
-        return node.target
-    if isinstance(node.target, _compat.OpOverload):
-        return str(node.target).removesuffix(".default")
-    return getattr(node.target, "__name__", str(node.target))
-
-
-_FIXED_SHAPES = (
-    "lohan_fx plans memory before the step runs and needs fixed shapes: mask (torch.where) instead "
-    "of selecting, and run experts as one product, not in a loop (models of transformers: "
-    "experts_implementation='grouped_mm' or 'batched_mm')"
-)
-
-
-def _explain(model: nn.Module, error: Exception) -> str:
-    """One message: in which module, at which line of user code, what broke, what to do."""
-    frames = _compat.user_frames(error) or [
-        (f.filename, f.lineno or 0, f.name, f.line or "")
-        for f in traceback.extract_tb(error.__traceback__)
-    ]
-    text = str(error).strip()
-    what = text.splitlines()[0] if text else type(error).__name__
-    for label in ("Explanation", "Developer debug context"):
-        if found := re.search(rf"{label}: *(\S.*)", text):
-            what += f"\n  {found[1]}"
-    hint = re.search(r"Hint: (.*)", text)
-    advice = f"\n  hint: {hint[1]}" if hint else ""
-    need = (
-        "lohan_fx needs a forward without graph breaks: no data-dependent Python control flow, "
-        "no calls that Dynamo cannot trace"
-    )
-    if "data-dependent expression" in what:  # Dynamo proposes annotations, which fix no size
-        what, advice, need = "a size or a branch depends on data", "", _FIXED_SHAPES
-    return (
-        f"cannot capture {type(model).__name__} as one graph{_where(model, frames)}\n"
-        f"  {what}{advice}\n  {need}"
-    )
-
-
-def _where(model: nn.Module, frames: Sequence[_compat.Frame]) -> str:
-    """The innermost module whose forward is on the stack, and the line of user code."""
-    inside: list[tuple[str, nn.Module]] = []
-    for frame in frames:  # outermost first: each forward narrows the choice
-        under = tuple(f"{name}." if name else "" for name, _ in inside) or ("",)
-        found = [
-            (name, module)
-            for name, module in model.named_modules()
-            if name.startswith(under) and _runs(module, frame)
-        ]
-        inside = found or inside
-    text = ""
-    if inside:
-        name, module = inside[0]
-        more = f", or {len(inside) - 1} more of its kind" if len(inside) > 1 else ""
-        text = f"\n  in module {name or '(the model itself)'} ({type(module).__name__}{more})"
-    user = [f for f in frames if not _is_foreign(f[0])]
-    if user:
-        file, line, function, code = user[-1]
-        text += f"\n  at {file}:{line} in {function}: {code.strip()}"
-    return text
-
-
-def _runs(module: nn.Module, frame: _compat.Frame) -> bool:
-    """Whether the frame is in the module's forward."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if code is None or code.co_filename != frame[0]:
-        return False
-    lines = [line for _, _, line in code.co_lines() if line is not None]
-    return bool(lines) and min(lines) <= frame[1] <= max(lines)
-
-
-def _is_foreign(file: str) -> bool:
-    """Whether a file is no user code: PyTorch, this package, or the standard library."""
-    roots = [str(Path(torch.__file__).parent), str(Path(__file__).parent)]
-    library = sysconfig.get_paths()["stdlib"]
-    packages = "site-packages" in file or "dist-packages" in file
-    return any(file.startswith(r) for r in roots) or (file.startswith(library) and not packages)

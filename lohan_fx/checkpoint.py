@@ -3,7 +3,8 @@
     model.safetensors       parameters and persistent buffers under the model's own names
     optimizer.safetensors   the optimizer's tensors, as ``<parameter>.<state>``
     extra.safetensors       states of random generators, tensors of ``extra=``
-    checkpoint.json         the step, hyperparameters of groups, scalar states, ``extra=``
+    checkpoint.json         the step, hyperparameters of groups, scalar states, ``extra=``,
+                            checksums of all of that
 
 Large files become shards with an index, as transformers writes them. A parameter with several
 names is written once, and the file's metadata has the others, as ``safetensors.torch.save_model``
@@ -13,11 +14,10 @@ writes and ``load_model`` reads them.
 from __future__ import annotations
 
 import contextlib
-import json
-import operator
+import io
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lohan_fx import manifest
+from lohan_fx.arguments import check_count, check_flag, path_of
 from lohan_fx.atomic import DTYPE_NAMES, TensorFile, TextFile, tensor_files, write_directory
 from lohan_fx.atomic import found as found_directory
-from lohan_fx.compiled import CompiledModel
-from lohan_fx.errors import (
-    CheckpointError,
-    LohanError,
-)
+from lohan_fx.compiled import CompiledModel, Loaded
+from lohan_fx.errors import CheckpointError, LohanError, listed
 from lohan_fx.hardware import parse_bytes
+from lohan_fx.manifest import DESCRIPTION, FORMAT, VERSION
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.weights import (
     DTYPES,
@@ -50,14 +50,13 @@ from lohan_fx.weights import (
     take_buffers,
 )
 
-FORMAT = "lohan_fx checkpoint"
-VERSION = 1
 MAX_SHARD_BYTES = 5 << 30
 
-_DESCRIPTION = "checkpoint.json"
 _OPTIMIZER = "optimizer.safetensors"
 _OPTIMIZER_INDEX = "optimizer.safetensors.index.json"
 _EXTRA = "extra.safetensors"
+_READ = (".safetensors", ".safetensors.index.json")
+"""How the names of files end that `load` needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +107,23 @@ def save(
         StorageError: too little space (the message has path, need and have), or a failed write.
         LohanError: `extra` has something that cannot be written; the model has no data yet.
     """
-    target = Path(directory)
+    target = path_of("directory", directory)
     compiled = _compiled(model)
     optimizer = _chosen(compiled, optimizer)
+    if step is not None:
+        step = check_count("step", step, "steps", least=0)
+    if not isinstance(extra, (Mapping, type(None))):
+        raise LohanError(f"extra={extra!r}: give a dict, such as {{'scheduler': …}}")
+    try:
+        limit = parse_bytes(max_shard_bytes)
+    except ValueError as error:
+        raise LohanError(f"max_shard_bytes: {error}") from error
     if compiled is not None:
         compiled.check_ended()
         compiled.check_whole()
     tensors: dict[str, Tensor] = {}
     description: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    description["step"] = None if step is None else operator.index(step)
+    description["step"] = step
     description["extra"] = _encode(dict(extra or {}), "extra", tensors)
     description["random"] = _encode(_random_states(), "random", tensors)
     places = places_of(model)
@@ -127,7 +134,6 @@ def save(
             "one, or model.lohan.prepare(*inputs), before saving"
         )
     aliases = {name: place.name for place in places for name in place.names[1:]}
-    limit = parse_bytes(max_shard_bytes)
     with _lent(compiled, optimizer):
         weights = {place.name: place.tensor for place in places}
         files = tensor_files(weights, WHOLE, limit, {"format": "pt", **aliases})
@@ -140,11 +146,10 @@ def save(
         if config is not None:  # transformers: `from_pretrained(directory)` works
             files.append(TextFile("config.json", config()))
         description["files"] = [file.name for file in files]
-        files.append(TextFile(_DESCRIPTION, json.dumps(description)))
         memory = None if compiled is None else compiled.memory
         write_directory(
             target,
-            files,
+            [*files, _DescriptionFile(description, files)],
             replaces=_old_files(found_directory(target)),
             relieve=(lambda: None) if memory is None else memory.states.forget,
         )
@@ -157,14 +162,15 @@ def load(
     *,
     optimizer: Optimizer | Literal[False] | None = None,
     rng: bool = True,
+    verify: bool = True,
 ) -> Checkpoint:
     """Put a checkpoint of `save` back into `model` and its optimizer, one tensor at a time.
 
     A run goes on bit by bit as it would have: with the same options, or other tiers, budgets and
-    strategies, compiled or in plain PyTorch. Everything is checked before anything is written.
-    A compiled model that has not run yet gets what it has memory for now, and the rest (parameters
-    on the meta device, the optimizer's states) at its first forward; leave the files where they
-    are until then.
+    strategies, compiled or in plain PyTorch. Names, shapes and groups are checked before anything
+    is written, the bytes of a tensor while they are read. A compiled model that has not run yet
+    gets what it has memory for now, and the rest (parameters on the meta device, the optimizer's
+    states) at its first forward; leave the files where they are until then.
 
     Args:
         model: as it was when it was saved: the same names and shapes.
@@ -172,28 +178,36 @@ def load(
         optimizer: with the same parameters in the same groups. None takes the one that the model
             was compiled with, if any. False leaves the optimizer's states alone.
         rng: put the states of the random generators back, too.
+        verify: compare what is read with the checksums that were saved (about a third of a second
+            of one core per GiB). False reads a damaged checkpoint as it is.
 
     Returns:
         The step and ``extra=`` that were saved.
 
     Raises:
-        CheckpointError: files are missing, damaged, or of another model or optimizer; nothing has
-            been changed.
+        CheckpointError: files are missing, damaged, or of another model or optimizer. Nothing has
+            been changed, unless the message says that the model was loaded in part; a compiled
+            model then refuses to run and to be saved until another checkpoint is loaded.
         StepError: between backward and ``optimizer.step()``.
     """
-    path = found_directory(Path(directory))
+    path = found_directory(path_of("directory", directory))
     compiled = _compiled(model)
+    check_flag("rng", rng)
+    check_flag("verify", verify)
     optimizer = _chosen(compiled, optimizer)
     if compiled is not None:
         compiled.check_ended()
-    description = _read_description(path)
-    extra = FileStore([(path / _EXTRA, None)], str(path / _EXTRA))
-    places = places_of(model)
-    store = sharded(path, WHOLE, INDEX)
+    description = manifest.read(path, verify=verify)
+    _check_there(path, description["files"], optimizer is not None)
+    checksums = description.get("checksums", {}) if verify else {}
+    extra = FileStore([(path / _EXTRA, None)], str(path / _EXTRA), checksums)
+    with contextlib.nullcontext() if compiled is None else compiled.replacing():
+        places = places_of(model)
+    store = sharded(path, WHOLE, INDEX, checksums)
     keys = match(model, places, store)
     states = None
     if optimizer is not None:
-        states = _States(model, optimizer, path, description)
+        states = _States(model, optimizer, path, description, checksums)
         if compiled is not None and optimizer is compiled.optimizer:
             states.check_elementwise()
         store.join(states.store, states.masters.values())
@@ -203,38 +217,70 @@ def load(
             "model.to_empty(device='cpu')"
         )
     tensors = dict(zip(extra.infos, map(torch.clone, extra.read(extra.infos)), strict=True))
-    found = _decode(description["extra"], tensors)
-    random_states = _decode(description["random"], tensors)
+    try:
+        found = _decode(description["extra"], tensors)
+        random_states = _decode(description["random"], tensors)
+    except KeyError as error:
+        raise CheckpointError(f"{extra.name} lacks {error}: load another checkpoint") from error
     take_buffers(model, places, store, keys)
-    if states is None:
-        _load_weights(compiled, places, StoredWeights(store, keys), ())
-    else:
-        exact = StoredWeights(store, {**keys, **states.masters})
-        _load_weights(compiled, places, exact, tuple(states.masters))
-        if compiled is not None and optimizer is compiled.optimizer:
-            states.load_groups(tensors)
-            compiled.load_states(states.lend)
-            compiled.loaded("model")
-            compiled.loaded("optimizer")
-            compiled.forget_sums()
+    ours = compiled is not None and states is not None and optimizer is compiled.optimizer
+    with _loading(compiled, ("model", "optimizer") if ours else ("model",)):
+        if states is None:
+            _load_weights(compiled, places, StoredWeights(store, keys), ())
         else:
-            states.load_plainly(tensors)
+            exact = StoredWeights(store, {**keys, **states.masters})
+            _load_weights(compiled, places, exact, tuple(states.masters))
+            if compiled is not None and ours:
+                states.load_groups(tensors)
+                compiled.load_states(states.lend)
+                compiled.forget_sums()
+            else:
+                states.load_plainly(tensors)
     if rng:
-        _set_random_states(random_states)
+        try:
+            _set_random_states(random_states)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} has no whole states of the random generators ({error!r}); all else has "
+                "been loaded: load(…, rng=False) leaves them out"
+            ) from error
     return Checkpoint(path=path, step=description["step"], extra=found)
 
 
 def latest(directory: str | Path) -> Path | None:
     """The checkpoint with the highest step among the directories in `directory`; None if there
-    is none. Checkpoints that were cut short do not count."""
+    is none. Checkpoints that were cut short, or whose description is damaged, do not count."""
     found: list[tuple[int, Path]] = []
-    root = Path(directory)
+    root = path_of("directory", directory)
     for path in root.iterdir() if root.is_dir() else ():
         with contextlib.suppress(CheckpointError):
-            step = _read_description(path)["step"]
+            step = manifest.read(path)["step"]
             if step is not None and not path.name.startswith("."):
                 found.append((step, path))
     return max(found)[1] if found else None
+
+
+class _DescriptionFile:
+    """``checkpoint.json``: written last, with the checksums of the others."""
+
+    name = DESCRIPTION
+
+    def __init__(
+        self, description: Mapping[str, Any], files: Sequence[TensorFile | TextFile]
+    ) -> None:
+        self._description = description
+        self._files = files
+
+    def _data(self) -> bytes:
+        checksums = {file.name: file.checksums for file in self._files}
+        return manifest.write(self._description, checksums).encode()
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._data())
+
+    def write(self, file: io.BufferedWriter, relieve: Callable[[], None]) -> None:
+        file.write(self._data())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -243,6 +289,11 @@ def latest(directory: str | Path) -> Path | None:
 
 
 def _compiled(model: nn.Module) -> CompiledModel | None:
+    if not isinstance(model, nn.Module):
+        raise LohanError(
+            "a checkpoint is of a torch.nn.Module and its optimizer, not of a "
+            f"{type(model).__name__}"
+        )
     found = model.__dict__.get("_lohan")
     return found if isinstance(found, CompiledModel) else None
 
@@ -252,6 +303,9 @@ def _chosen(
 ) -> Optimizer | None:
     if optimizer is None and compiled is not None:
         return compiled.optimizer
+    if optimizer is not None and optimizer is not False and not isinstance(optimizer, Optimizer):
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise LohanError(f"optimizer={name}: use None, False or a torch.optim.Optimizer")
     return optimizer or None
 
 
@@ -266,6 +320,39 @@ def _lent(compiled: CompiledModel | None, optimizer: Optimizer | None) -> Iterat
         yield
     finally:
         compiled.unlend_states()
+
+
+@contextlib.contextmanager
+def _loading(compiled: CompiledModel | None, parts: Sequence[Loaded]) -> Iterator[None]:
+    """While values are written into the model; what fails here leaves it loaded in part."""
+    try:
+        with contextlib.nullcontext() if compiled is None else compiled.loading(parts):
+            yield
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. The model has been loaded in part: load another checkpoint into it before "
+            "it is trained or saved"
+        ) from error
+
+
+def _check_there(path: Path, files: Sequence[str], optimizer: bool) -> None:
+    """See that all files are there that are to be read.
+
+    Raises:
+        CheckpointError: names those that are not.
+    """
+    lost = [name for name in files if name.endswith(_READ) and not (path / name).is_file()]
+    weights_only = [name for name in lost if not name.startswith("optimizer.")]
+    if not optimizer:
+        lost = weights_only
+    if not lost:
+        return
+    cure = "copy them back, or load another checkpoint"
+    if not weights_only:
+        cure += "; load(…, optimizer=False) takes the weights alone, and the optimizer begins anew"
+    elif not [name for name in lost if name != _EXTRA]:
+        cure += f"; compile(weights={str(path)!r}) takes the weights alone"
+    raise CheckpointError(f"{path} is not complete: it was saved with {listed(lost)}: {cure}")
 
 
 def _load_weights(
@@ -340,7 +427,12 @@ class _States:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, path: Path, description: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        path: Path,
+        description: Mapping[str, Any],
+        checksums: manifest.Checksums,
     ) -> None:
         found = description.get("optimizer")
         if found is None:
@@ -354,7 +446,7 @@ class _States:
         self._entries: dict[str, Any] = found["states"]
         self._parameters = dict(model.named_parameters())
         self.masters: dict[str, str] = found["masters"]
-        self.store = sharded(path, _OPTIMIZER, _OPTIMIZER_INDEX)
+        self.store = sharded(path, _OPTIMIZER, _OPTIMIZER_INDEX, checksums)
         self._names = _names_of(model, optimizer)
         saved = [group["params"] for group in self._groups]
         if [sorted(names) for names in saved] != [sorted(names) for names in self._names]:
@@ -543,28 +635,6 @@ def _tensors_in(value: Any) -> list[str]:
 def _old_files(path: Path) -> set[str] | None:
     """The files of the checkpoint at `path`; None if there is none."""
     try:
-        return {*_read_description(path)["files"], _DESCRIPTION}
+        return {*manifest.read(path, verify=False)["files"], DESCRIPTION}
     except CheckpointError:
         return None
-
-
-def _read_description(path: Path) -> dict[str, Any]:
-    file = path / _DESCRIPTION
-    try:
-        found = json.loads(file.read_text())
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} is no checkpoint of lohan_fx.save: cannot read {file}: {error.strerror}"
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise CheckpointError(f"{file} is of another format than {FORMAT!r}")
-    if found.get("version") != VERSION:
-        raise CheckpointError(
-            f"{file} is of version {found.get('version')}; this lohan_fx reads {VERSION}"
-        )
-    lost = [k for k in ("step", "extra", "random", "files") if k not in found]
-    if lost:
-        raise CheckpointError(f"{file} is damaged: it lacks {', '.join(lost)}")
-    return found

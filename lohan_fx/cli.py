@@ -55,8 +55,9 @@ def _plain_messages() -> Iterator[None]:
             yield
     except (LohanError, OSError) as error:
         text = str(error)
-        if isinstance(error, FileNotFoundError) and error.filename is not None:
-            text = f"{error.filename} does not exist"
+        if isinstance(error, OSError) and error.filename is not None:
+            missing = isinstance(error, FileNotFoundError)
+            text = f"{error.filename}{' does not exist' if missing else f': {error.strerror}'}"
         typer.secho(f"error: {text}", err=True, fg="red")
         raise typer.Exit(BAD_INPUT) from None
 

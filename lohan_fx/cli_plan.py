@@ -299,6 +299,8 @@ def _check_writable(path: Path | None) -> None:
     """Refuse before minutes of planning, not after."""
     if path is not None and not path.absolute().parent.is_dir():
         raise LohanError(f"cannot save {path}: its directory does not exist")
+    if path is not None and path.is_dir():
+        raise LohanError(f"cannot save {path}: it is a directory, name a file")
 
 
 def _one_of(what: str, value: str, *known: str) -> Any:

@@ -81,6 +81,7 @@ _COMPILED = "a model that lohan_fx.compile has made runs its own program: leave 
 
 
 Gradients = Literal["consumed", "kept"]
+Loaded = Literal["model", "optimizer"]
 """What becomes of gradients: see `lohan_fx.compile`."""
 
 _STAGES = {
@@ -164,6 +165,8 @@ class CompiledModel:
         self.resetting = False
         self._said: set[str] = set()
         self._mended: set[str] = set()
+        self._partly: set[str] = set()
+        self._replaces = False
         self._meter = Meter()
         self._line = Line(options.progress)
         self._num_evaluations = 0
@@ -883,7 +886,8 @@ class CompiledModel:
                 )
 
     def _check_step(self) -> None:
-        """Refuse a forward while the last step is not over."""
+        """Refuse a forward while the last step is not over, or a load that failed is not mended."""
+        self._check_loaded()
         updater = self.memory.updater if self.memory is not None else None
         if updater is None:
             return
@@ -912,9 +916,11 @@ class CompiledModel:
         """See that weights and states are those of one step, and that their files are whole.
 
         Raises:
-            StepError: a step failed after some units had taken it.
+            StepError: a step failed after some units had taken it, or a checkpoint was loaded in
+                part.
             StorageError: a file of the SSD tier has lost a part.
         """
+        self._check_loaded()
         if self.memory is None:
             return
         if self.memory.file is not None:
@@ -924,13 +930,40 @@ class CompiledModel:
             raise StepError(
                 "a step failed after some units were updated, so the model stands between two "
                 f"steps: {', '.join(torn)} took the step, the others did not. Load a checkpoint "
-                "with model.load_state_dict() and optimizer.load_state_dict(), both, and go on; or "
-                "call model.lohan.close(), load, and compile again. With schedule='serial' nothing "
-                "is updated before optimizer.step()"
+                "with lohan_fx.load(), or model.load_state_dict() and optimizer.load_state_dict(), "
+                "both, and go on; or call model.lohan.close(), load, and compile again. With "
+                "schedule='serial' nothing is updated before optimizer.step()"
             )
 
-    def loaded(self, what: Literal["model", "optimizer"]) -> None:
+    def _check_loaded(self) -> None:
+        if self._partly:
+            raise StepError(
+                f"a checkpoint was loaded in part: the {' and the '.join(sorted(self._partly))} "
+                "have neither the values that they had nor those that were saved. Load another "
+                "with lohan_fx.load(), or model.load_state_dict() and optimizer.load_state_dict()"
+            )
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Let model.state_dict() show what a checkpoint is about to replace, whole or not."""
+        self._replaces = True
+        try:
+            yield
+        finally:
+            self._replaces = False
+
+    @contextmanager
+    def loading(self, parts: Sequence[Loaded]) -> Iterator[None]:
+        """While all values of these parts are replaced; without its end they are neither the old
+        ones nor the new, and `check_whole` says so."""
+        self._partly |= set(parts)
+        yield
+        for part in parts:
+            self.loaded(part)
+
+    def loaded(self, what: Loaded) -> None:
         """All weights, or all states of the optimizer, were loaded: the two mend a torn model."""
+        self._partly.discard(what)
         updater = self.memory.updater if self.memory is not None else None
         if updater is None or not updater.torn:
             return
@@ -1024,7 +1057,8 @@ class CompiledModel:
                 optimizer.step() has not ended.
         """
         self.check_ended()
-        self.check_whole()
+        if not self._replaces:
+            self.check_whole()
 
     def check_ended(self) -> None:
         """Finish the last step; refuse if it is under way: states are half updated then."""
@@ -1041,7 +1075,7 @@ class CompiledModel:
         self.pending_states = None
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.take_states(self.optimizer)
-            self.loaded("optimizer")
+        self.loaded("optimizer")
 
     def finish_step(self) -> None:
         """End the optimizer's work of this step: what optimizer.step() does first."""

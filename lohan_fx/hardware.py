@@ -19,6 +19,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from lohan_fx.arguments import path_of
 from lohan_fx.errors import HardwareError, format_bytes
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -195,6 +196,7 @@ class HardwareProfile:
 
     def replace(self, **changes: Any) -> HardwareProfile:
         """A copy with some fields changed, validated again."""
+        _check_keys("the changed profile", {**dict.fromkeys(_FIELDS), **changes}, type(self))
         return dataclasses.replace(self, **changes)
 
     def describe(self) -> list[tuple[str, str]]:
@@ -254,13 +256,23 @@ class HardwareProfile:
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        file = path_of("path", path)
+        try:
+            file.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise HardwareError(f"cannot write {path}: {error.strerror}; name a file") from error
 
     @classmethod
     def load(cls, path: str | Path) -> HardwareProfile:
         """Read a file that `save` wrote; `HardwareError` names the file and the field."""
+        file = path_of("path", path)
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_dict(json.loads(file.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise HardwareError(
+                f"cannot read the hardware profile {path}: {error.strerror}; name a file that "
+                "HardwareProfile.save or lohan-fx profile --out wrote"
+            ) from error
         except HardwareError as error:
             raise HardwareError(f"{path}: {error}") from error
         except ValueError as error:
@@ -272,6 +284,8 @@ class HardwareProfile:
 
         ``rtx4090-12xp5510`` stands for any count from 1 to 12: ``rtx4090-3xp5510``.
         """
+        if not isinstance(name, str):
+            raise HardwareError(f"{name!r} is no name of a preset: use {cls.preset_names()[0]!r}")
         if name in _OTHER_PRESETS:
             return _OTHER_PRESETS[name]()
         match = re.fullmatch(r"(.+)-(\d+)xp5510", name)
@@ -295,6 +309,7 @@ _RATES = tuple(
     if field.name.endswith("_per_s") and field.name != "matmul_flops_per_s"
 )
 _SIZES = ("device_bytes", "host_bytes")
+_FIELDS = tuple(field.name for field in dataclasses.fields(HardwareProfile))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,6 +336,10 @@ class MemoryBudget:
         Raises:
             HardwareError: an unknown tier, a malformed size, or more than the hardware has.
         """
+        if not isinstance(request, (Mapping, type(None))):
+            raise HardwareError(
+                f"memory={request!r}: write it as {{'device': '24GiB', 'host': '64GiB'}}"
+            )
         have = {"device": hw.device_bytes, "host": hw.host_bytes, "ssd": hw.ssd_bytes}
         asked: dict[str, int] = {}
         for tier, size in (request or {}).items():

@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 from lohan_fx.api import compile
 from lohan_fx.errors import HardwareError, LohanError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.model_arguments import make_optimizer, split_inputs
 from lohan_fx.models import NamedModel, named
 from lohan_fx.planned import Planned
 from lohan_fx.planners import Planner, PlannerOptions
-from lohan_fx.planning import Tracer, make_optimizer, split_inputs
 from lohan_fx.simulate import simulate
+from lohan_fx.tracer import Tracer
 
 WARM_UP_STEPS = 2
 """Steps before the measured ones: the first ones trace, allocate and touch memory."""
@@ -68,8 +69,6 @@ class Runner:
     steps: int = 3
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise LohanError(f"steps={self.steps}: measure at least one step")
         if self.hw.device_kind == "cuda" and not torch.cuda.is_available():
             raise HardwareError(
                 f"profile {self.hw.name!r} is of a CUDA device, and this machine has none: "

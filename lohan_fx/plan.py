@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from lohan_fx.arguments import path_of
 from lohan_fx.errors import PlanError, format_bytes
 
 Tier = Literal["device", "host", "ssd"]
@@ -236,7 +237,11 @@ class Plan:
         )
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        file = path_of("path", path)
+        try:
+            file.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"cannot write {path}: {error.strerror}; name a file") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -245,10 +250,19 @@ class Plan:
         Raises:
             PlanError: the file is no plan, or not a whole one.
         """
+        file = path_of("path", path)
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanError(
+                f"cannot read the plan {path}: {error.strerror}; name a file that Plan.save or "
+                "lohan-fx plan --out wrote"
+            ) from error
         except ValueError as error:
             raise PlanError(f"{path} is no JSON file: {error}") from None
         if not isinstance(data, dict):
             raise PlanError(f"{path} is no plan: it holds a {type(data).__name__}")
-        return cls.from_dict(data)
+        try:
+            return cls.from_dict(data)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error

@@ -265,16 +265,21 @@ class Planned:
             raise TypeError("batch and num_items are no whole numbers")
 
 
-def hardware(hw: HardwareProfile | str) -> HardwareProfile:
+def hardware(hw: HardwareProfile | str | Path) -> HardwareProfile:
     """A profile as it is, a preset by name, or a profile from a ``.json`` file.
 
     Raises:
-        HardwareError: there is no such preset, or the file holds no profile.
-        OSError: there is no such file.
+        HardwareError: there is no such preset or file, or the file holds no profile.
     """
     if isinstance(hw, HardwareProfile):
         return hw
-    return HardwareProfile.load(hw) if hw.endswith(".json") else HardwareProfile.preset(hw)
+    if not isinstance(hw, (str, Path)):
+        raise HardwareError(
+            f"hw={hw!r}: use a profile (lohan_fx.profile_hardware()), the name of a preset, or the "
+            "file of a saved profile"
+        )
+    is_file = str(hw).endswith(".json")
+    return HardwareProfile.load(hw) if is_file else HardwareProfile.preset(str(hw))
 
 
 # -- tables ----------------------------------------------------------------------------------

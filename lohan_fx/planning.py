@@ -1,50 +1,27 @@
-"""`plan`: plan and simulate a model that is not there, for a machine that is not there either.
-
-The model is traced with fake tensors on the CPU, in the compute dtype: attention without a mask
-becomes PyTorch's fused kernel for CPUs, which saves what the GPU's flash attention saves (its
-output and the logarithms of its sums). Where blocks repeat, only few of them are traced
-(`replicate`).
-"""
+"""`plan`: plan and simulate a model that is not there, for a machine that is not there either."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils import _pytree as pytree
 
-from lohan_fx.annotate import Slice, StateLayout, UnitLayout, annotate, unit_layouts
-from lohan_fx.api import LohanModule
-from lohan_fx.capture import Outputs, capture
-from lohan_fx.depth import Repetition, cut, repetitions
-from lohan_fx.errors import CaptureError, InsufficientMemoryError, LohanError
+from lohan_fx.capture import Outputs
+from lohan_fx.errors import InsufficientMemoryError, LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.models import NamedModel, family_of, named
+from lohan_fx.model_arguments import Inputs, Model, Optimizer, make_tracer
+from lohan_fx.models import NamedModel, family_of
 from lohan_fx.plan import Schedule
 from lohan_fx.planned import Planned, Search, SearchKind, Trial, hardware
 from lohan_fx.planners import Planner, PlannerOptions, get, make_plan
 from lohan_fx.progress import Line
-from lohan_fx.replicate import NotRepeatedError, extrapolate
 from lohan_fx.report import short_bytes
-from lohan_fx.runtime.optimizer import SUPPORTED, UnitOptimizer, check_supported
-from lohan_fx.runtime.scratch import update_scratch_bytes
-from lohan_fx.workload import Workload
-
-Inputs = Mapping[str, Any] | Sequence[Any] | Tensor | Callable[[int], Any]
-"""Example inputs: keyword arguments, positional ones, one tensor, or batch size → one of these."""
-
-Model = str | NamedModel | nn.Module | Callable[[], Any]
-"""A name, a module, a function that builds one (or it and its inputs), a configuration."""
-
-Optimizer = str | torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
+from lohan_fx.tracer import Tracer
 
 DEFAULT_STRATEGY = "pareto"
 
@@ -53,12 +30,6 @@ _QUICKER = {"pareto": "lohan"}
 
 MAX_BATCH = 2**20
 """Where a search for the largest batch gives up."""
-
-_SMALL = 4096
-"""Elements of a unit for which the memory of an update is found out."""
-
-_DEPTHS = (3, 4)
-"""Periods of the shallower of two traces; the second one if the first does not settle it."""
 
 
 def plan(
@@ -71,7 +42,7 @@ def plan(
     optimizer: Optimizer = "adamw",
     strategy: str | Planner = DEFAULT_STRATEGY,
     memory: Mapping[str, int | str] | None = None,
-    dtype: torch.dtype | Literal["auto"] | None = "auto",
+    dtype: torch.dtype | str | None = "auto",
     outputs: Outputs = "auto",
     states: Literal["auto", "device", "host", "ssd"] = "auto",
     swap_to: Literal["auto", "host", "ssd"] = "auto",
@@ -132,437 +103,6 @@ def plan(
     if search == "max-batch":
         return request.largest_batch(tracer, batch)
     return request.plan(tracer, batch)
-
-
-# -- the model -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traced:
-    """A workload, and what was counted while making it."""
-
-    workload: Workload
-    batch: int | None
-    num_items: int
-    items: str
-    how: str
-
-
-@dataclass(kw_only=True)
-class Tracer:
-    """Makes workloads of one model, for any batch size.
-
-    Attributes:
-        inputs: batch size (None: as given) → (args, kwargs).
-        states: what training keeps for each parameter.
-        optimizer: parameters → what updates them; None without one.
-        items: what throughput counts; None finds out from the inputs.
-    """
-
-    name: str
-    model: nn.Module
-    inputs: Callable[[int | None], tuple[tuple[Any, ...], dict[str, Any]]]
-    hw: HardwareProfile
-    states: StateLayout
-    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None = None
-    outputs: Outputs = "auto"
-    items: str | None = None
-    full_trace: bool = False
-    _found: dict[int | None, Traced] = field(default_factory=dict)
-    _scratch: dict[Any, int] = field(default_factory=dict)
-
-    def workload(self, batch: int | None = None) -> Traced:
-        """The workload of one step; made once a batch size.
-
-        Raises:
-            CaptureError: the model cannot be traced.
-        """
-        if batch not in self._found:
-            self._found[batch] = self._trace(batch)
-        return self._found[batch]
-
-    def _trace(self, batch: int | None) -> Traced:
-        if batch is not None and batch < 1:
-            raise LohanError(f"batch={batch}: a batch has at least one sample")
-        args, kwargs = self.inputs(batch)
-        workload, how = self._replicated(args, kwargs)
-        size, count, items = _count(args, kwargs)
-        if self.items is not None and items == "samples":
-            items = self.items
-        return Traced(
-            workload=workload,
-            batch=batch if batch is not None else size,
-            num_items=count,
-            items=items,
-            how=how,
-        )
-
-    def _replicated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Workload, str]:
-        if self.full_trace:
-            return self._full(args, kwargs), "in full, as asked for"
-        chosen = _worth_cutting(repetitions(self.model))
-        if not chosen:
-            return self._full(args, kwargs), "in full: too few blocks repeat to leave any out"
-        reason = ""
-        known: dict[tuple[int, ...], Workload] = {}
-        for depth in _DEPTHS:
-            if depth >= min(r.count for r in chosen):
-                break
-            try:
-                found = self._deep(chosen, depth, args, kwargs, known)
-            except (NotRepeatedError, CaptureError) as error:
-                reason = str(error).splitlines()[0]
-                if isinstance(error, CaptureError):
-                    break
-                continue
-            parts = (
-                f"{r.blocks_at(depth)} and {r.blocks_at(depth + 1)} of the {r.num_blocks} blocks "
-                f"in {r.path or 'the model'}"
-                for r in chosen
-            )
-            return found, f"with {', '.join(parts)}; the others are replicas"
-        return self._full(args, kwargs), f"in full: blocks could not be replicated ({reason})"
-
-    def _deep(
-        self,
-        chosen: Sequence[Repetition],
-        depth: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        known: dict[tuple[int, ...], Workload],
-    ) -> Workload:
-        """One container after another: depth, depth + 1 → all, for every depth of the others."""
-
-        def traced(counts: tuple[int, ...]) -> Workload:
-            if counts not in known:
-                with cut(self.model, dict(zip(chosen, counts, strict=True))):
-                    known[counts] = self._full(args, kwargs)
-            return known[counts]
-
-        def deep(counts: tuple[int, ...]) -> Workload:
-            k = len(counts)
-            if k == len(chosen):
-                return traced(counts)
-            small, large = (deep((*counts, n)) for n in (depth, depth + 1))
-            return extrapolate(small, large, chosen[k].count - depth - 1)
-
-        return deep(())
-
-    def _full(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Workload:
-        """Trace the model as it is now."""
-        gpu = self.hw.device_kind != "cpu"
-        with _fused_attention() if gpu else contextlib.nullcontext():
-            captured = capture(
-                self.model,
-                args,
-                kwargs,
-                dtype=self.states.compute_dtype,
-                outputs=self.outputs,
-            )
-        layouts = self.layouts()
-        workload = annotate(captured, self.model, layouts, self.states, self.hw, name=self.name)
-        if gpu:  # what CPU kernels take inside says nothing about others
-            ops = tuple(replace(op, scratch_bytes=0) for op in workload.ops)
-            workload = replace(workload, ops=ops)
-        return self._with_scratch(workload, layouts)
-
-    def _with_scratch(self, workload: Workload, layouts: Sequence[UnitLayout]) -> Workload:
-        """Add what updates take on the device."""
-        named = dict(self.model.named_parameters())
-        trained = [p for p in named.values() if p.requires_grad]
-        if self.optimizer is None or not trained:
-            return workload
-        optimizer = self.optimizer(trained)
-        units = []
-        for unit, layout in zip(workload.units, layouts, strict=True):
-            scratch = 0
-            if unit.trainable:
-                parameters = [named[s.name] for s in layout.slices]
-                scratch = self._scratch_bytes(optimizer, parameters, layout)
-            units.append(replace(unit, update_scratch_bytes=scratch))
-        return replace(workload, units=tuple(units))
-
-    def _scratch_bytes(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[nn.Parameter],
-        layout: UnitLayout,
-    ) -> int:
-        """On a CPU, as `lohan_fx.compile` has it. Other devices update a unit at once: in
-        proportion to what a small one takes."""
-        mixed = self.states.compute_dtype is not None
-        slices: Any = tuple((s.offset, s.shape, s.stride) for s in layout.slices)
-        whole = self.hw.device_kind != "cpu"
-        if whole:
-            small = Slice(name="", offset=0, numel=_SMALL, shape=(_SMALL,), stride=(1,))
-            slices = (layout.numel,)
-            layout = replace(layout, slices=(small,), numel=_SMALL)
-            parameters = parameters[:1]
-        groups = enumerate(optimizer.param_groups)
-        own = {id(p) for p in parameters}
-        places = tuple(k for k, group in groups for p in group["params"] if id(p) in own)
-        key = (slices, layout.dtype, layout.copy_dtype, places)
-        if key not in self._scratch:
-            device = torch.device("cpu")
-            found = update_scratch_bytes(optimizer, parameters, layout, mixed=mixed, device=device)
-            self._scratch[key] = found * slices[0] // _SMALL if whole else found
-        return self._scratch[key]
-
-    @property
-    def compute_dtype(self) -> str:
-        """Name of the dtype of matmuls."""
-        dtype = self.states.compute_dtype
-        if dtype is None:
-            floating = (p.dtype for p in self.model.parameters() if p.is_floating_point())
-            dtype = next(floating, torch.float32)
-        return str(dtype).removeprefix("torch.")
-
-    def layouts(self) -> tuple[UnitLayout, ...]:
-        """The flat layouts of the model as it is now."""
-        trained = [n for n, p in self.model.named_parameters() if p.requires_grad]
-        return unit_layouts(self.model, trained if self.optimizer else [], self.states)
-
-
-def _worth_cutting(found: Sequence[Repetition]) -> tuple[Repetition, ...]:
-    """The repetitions whose replication traces the fewest blocks; none if that saves nothing."""
-    found = sorted(found, key=lambda r: r.num_blocks - r.blocks_at(_DEPTHS[0]), reverse=True)
-    whole = sum(r.num_blocks for r in found)
-    best: tuple[Repetition, ...] = ()
-    least = whole
-    for k in range(1, len(found) + 1):
-        chosen, rest = found[:k], found[k:]
-        few = sum(
-            sum(r.blocks_at(n) for r, n in zip(chosen, counts, strict=True))
-            for counts in itertools.product((_DEPTHS[0], _DEPTHS[0] + 1), repeat=k)
-        )
-        cost = few + 2**k * sum(r.num_blocks for r in rest)
-        if cost < least:
-            best, least = tuple(chosen), cost
-    return best
-
-
-@contextlib.contextmanager
-def _fused_attention() -> Iterator[None]:
-    """Trace attention without its dropout: with it, CPUs have no fused kernel, and the graph
-    would hold the attention matrix, which no GPU keeps."""
-    original = functional.scaled_dot_product_attention
-
-    def fused(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **more: Any,
-    ) -> Tensor:
-        return original(query, key, value, attn_mask, 0.0, is_causal, **more)
-
-    functional.scaled_dot_product_attention = fused  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = original
-
-
-def _count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | None, int, str]:
-    """(batch, items of one step, what they are): tokens if there are sequences of integers."""
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
-    if not tensors:
-        return None, 1, "steps"
-    tokens = [t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()]
-    batch = tensors[0].shape[0]
-    return (batch, max(tokens), "tokens") if tokens else (batch, batch, "samples")
-
-
-# -- what users give -------------------------------------------------------------------------
-
-
-def split_inputs(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs → (args, kwargs)."""
-    if isinstance(given, Mapping):
-        return (), dict(given)
-    if isinstance(given, Tensor):
-        return (given,), {}
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        return tuple(given), {}
-    raise LohanError(
-        f"inputs are {type(given).__name__}: give keyword arguments as a dict, positional ones as "
-        "a tuple, one tensor, or a function of the batch size that returns one of these"
-    )
-
-
-def _inputs(given: Inputs) -> Callable[[int | None], tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Example inputs → inputs of any batch size."""
-    if callable(given) and not isinstance(given, Tensor):
-        make = given
-        return lambda batch: split_inputs(make(1 if batch is None else batch))
-    args, kwargs = split_inputs(given)
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    sizes = {t.shape[0] if t.dim() else None for t in tensors}
-
-    def sized(batch: int | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if batch is None or sizes == {batch}:
-            return args, kwargs
-        if len(sizes) != 1 or None in sizes:
-            raise LohanError(
-                "batch= needs inputs whose tensors all have the batch as their first dimension, "
-                "or inputs as a function of the batch size"
-            )
-
-        def resize(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            size = (batch, *x.shape[1:])
-            return torch.empty(size, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
-
-        made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(resize, (args, kwargs))
-        return made
-
-    return sized
-
-
-def _is_config(model: Any) -> bool:
-    """Whether it is a configuration of Hugging Face transformers."""
-    return hasattr(model, "model_type") and hasattr(model, "to_dict")
-
-
-def _from_config(config: Any) -> nn.Module:
-    """The model of a transformers configuration, on the meta device, without a cache of keys."""
-    import transformers
-
-    config = copy.deepcopy(config)
-    config.use_cache = False
-    names = [n for n in config.architectures or () if hasattr(transformers, n)]
-    with torch.device("meta"):
-        if names:
-            made = getattr(transformers, names[0])(config)
-        else:
-            auto: Any = transformers.AutoModelForCausalLM
-            if getattr(config, "is_encoder_decoder", False):
-                auto = transformers.AutoModelForSeq2SeqLM
-            made = auto.from_config(config)
-    assert isinstance(made, nn.Module)
-    return made.train()
-
-
-def _text_inputs(sequence: int) -> Callable[[int], dict[str, Tensor]]:
-    def make(batch: int) -> dict[str, Tensor]:
-        ids = torch.empty((batch, sequence), dtype=torch.long, device="meta")
-        return {"input_ids": ids, "labels": ids}
-
-    return make
-
-
-def num_states(optimizer: Optimizer) -> int:
-    """Optimizer tensors of parameter shape that each element has.
-
-    Raises:
-        LohanError: no optimizer of torch.optim has that name.
-        UnsupportedOptimizerError: its update is not elementwise.
-    """
-    if optimizer is None:
-        return 0
-    made = make_optimizer(optimizer, [nn.Parameter(torch.zeros(1))])
-    check_supported(made)
-    parameter = made.param_groups[0]["params"][0]
-    return len(UnitOptimizer(made, [parameter]).state_names())
-
-
-def make_optimizer(
-    optimizer: Optimizer, parameters: Sequence[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """An optimizer by name, or by a class or function of the parameters; one that exists as it is.
-
-    Raises:
-        LohanError: no optimizer of torch.optim has that name, or the function returns none.
-    """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    if isinstance(optimizer, str):
-        known: dict[str, Callable[[Any], torch.optim.Optimizer]]
-        known = {cls.__name__.lower(): cls for cls in SUPPORTED}
-        if optimizer.lower() not in known:
-            raise LohanError(f"no optimizer {optimizer!r}: use one of {', '.join(known)}")
-        return known[optimizer.lower()](parameters)
-    made = optimizer(parameters) if callable(optimizer) else optimizer
-    if not isinstance(made, torch.optim.Optimizer):
-        raise LohanError(
-            f"optimizer= is a {type(made).__name__}: give a name, a class of torch.optim, or a "
-            "function that makes one from parameters"
-        )
-    return made
-
-
-# -- planning --------------------------------------------------------------------------------
-
-
-def make_tracer(
-    model: Model,
-    inputs: Inputs | None = None,
-    *,
-    hw: HardwareProfile,
-    sequence: int | None = None,
-    optimizer: Optimizer = "adamw",
-    dtype: torch.dtype | Literal["auto"] | None = "auto",
-    outputs: Outputs = "auto",
-    accumulates: bool = False,
-    full_trace: bool = False,
-) -> Tracer:
-    """What makes workloads of a model; arguments as for `plan`.
-
-    Raises:
-        LohanError: an unknown name, a missing input, a model that is compiled already.
-    """
-    if isinstance(model, str):
-        model = named(model)
-    module, own, name, items = _module_of(model, sequence)
-    given = inputs if inputs is not None else own
-    if isinstance(module, LohanModule):
-        raise LohanError("the model is compiled already: plan it before compile, or read .plan")
-    if given is None and _is_config(getattr(module, "config", None)):
-        given = _text_inputs(sequence or 1024)
-    if given is None:
-        raise LohanError(
-            f"inputs= is missing: {type(module).__name__} is no named model, so an example of "
-            "its inputs is needed (meta tensors will do)"
-        )
-    if dtype == "auto":
-        on_gpu = hw.device_kind != "cpu" and optimizer is not None
-        dtype = torch.bfloat16 if on_gpu else None
-    if dtype is not None and optimizer is None:
-        raise LohanError("dtype= needs optimizer=: without one there are no masters to update")
-    return Tracer(
-        name=name or type(module).__name__,
-        model=module,
-        inputs=_inputs(given),
-        hw=hw,
-        states=StateLayout(
-            compute_dtype=dtype,
-            num_states=num_states(optimizer),
-            accumulates=accumulates and optimizer is not None,
-        ),
-        optimizer=functools.partial(make_optimizer, optimizer) if optimizer is not None else None,
-        outputs=outputs,
-        items=items,
-        full_trace=full_trace,
-    )
-
-
-def _module_of(
-    model: NamedModel | nn.Module | Callable[[], Any], sequence: int | None
-) -> tuple[nn.Module, Inputs | None, str, str | None]:
-    """(module, inputs if the model brings them, name, what throughput counts)."""
-    if isinstance(model, NamedModel):
-        spec = model
-        with torch.device("meta"):
-            module = spec.build(sequence=sequence)
-        return module, lambda batch: spec.inputs(batch, sequence), spec.name, spec.items
-    if isinstance(model, nn.Module):
-        return model, None, "", None
-    if _is_config(model):
-        return _from_config(model), None, "", None
-    return (*_built(model), "", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -637,7 +177,7 @@ class _Request:
         for k in itertools.count():
             if high - low <= 1 or high > MAX_BATCH:
                 break
-            middle = _next_batch(low, high, errors[high], halve=k % 3 == 2)
+            middle = next_batch(low, high, errors[high], halve=k % 3 == 2)
             low, high = (middle, high) if fits(middle) else (low, middle)
         if low == 0:
             raise errors[1]
@@ -688,22 +228,7 @@ class _Request:
         return replace(self.final(best, batch), search=search)
 
 
-def _built(model: Callable[[], Any]) -> tuple[nn.Module, Inputs | None]:
-    """The result of a factory: a module, or a module and its inputs."""
-    if not callable(model):
-        raise LohanError(
-            f"model is {type(model).__name__}: give a name, a torch.nn.Module, a function that "
-            "builds one, or a transformers configuration"
-        )
-    with torch.device("meta"):
-        made = model()
-    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(module, nn.Module):
-        raise LohanError(f"the model's function returned {type(module).__name__}, no nn.Module")
-    return module, inputs
-
-
-def _next_batch(low: int, high: int, error: InsufficientMemoryError, *, halve: bool) -> int:
+def next_batch(low: int, high: int, error: InsufficientMemoryError, *, halve: bool) -> int:
     """Between what fits and what does not: as if the need were in proportion to the batch."""
     guess = int(high * error.have_bytes / error.need_bytes)
     return (low + high) // 2 if halve or not low < guess < high else guess

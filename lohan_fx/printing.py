@@ -17,11 +17,11 @@ from torch import fx
 
 from lohan_fx._compat import LazyGraphModule
 from lohan_fx.annotate import is_getitem
-from lohan_fx.capture import op_name
 from lohan_fx.errors import LohanError, format_bytes
+from lohan_fx.joint_graph import op_name
 
 if TYPE_CHECKING:
-    from lohan_fx.capture import OutputRole
+    from lohan_fx.joint_graph import OutputRole
     from lohan_fx.passes.base import Mark, Rewrite
 
 WIDTH = 100

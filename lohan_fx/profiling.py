@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 
+from lohan_fx.arguments import path_of
 from lohan_fx.errors import HardwareError, StorageError, format_bytes
 from lohan_fx.hardware import HardwareProfile, SsdDevice
 from lohan_fx.runtime.optimizer import UnitOptimizer
@@ -72,10 +73,10 @@ def profile_hardware(
         HardwareError: the device or a dtype does not exist here.
         StorageError: a directory is missing, not writable, too full, or fails to read or write.
     """
-    directories = [Path(ssd)] if isinstance(ssd, str | Path) else [Path(path) for path in ssd]
-    directories = [_checked_directory(path) for path in directories]
-    if not dtypes:
-        raise HardwareError("dtypes is empty: name at least one, such as 'float32'")
+    given = [ssd] if isinstance(ssd, str | Path) or not hasattr(ssd, "__iter__") else [*ssd]
+    directories = [_checked_directory(path_of("ssd", path)) for path in given]
+    if isinstance(dtypes, str) or not dtypes:
+        raise HardwareError(f"dtypes={dtypes!r}: name at least one in a list, such as ['float32']")
     torch_dtypes = {dtype: _torch_dtype(dtype) for dtype in dtypes}
     where = _torch_device(device)
     on_cuda = where.type == "cuda"
@@ -166,7 +167,7 @@ def _torch_device(device: str | None) -> torch.device:
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise HardwareError(f"dtype {name!r} is no floating-point dtype of torch: use 'bfloat16'")
     return dtype

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lohan_fx.errors import CheckpointError, LohanError, listed
 from lohan_fx.initialization import Initialization, realize, restore_buffers
+from lohan_fx.manifest import HEADER, WHOLE_FILE, Checksums, bytes_of, check, checksums_in
 
 logger = logging.getLogger("lohan_fx")
 
@@ -84,17 +85,25 @@ class FileStore:
     Args:
         files: key → the file that has it; None for every key of that file.
         name: what messages call it.
+        checksums: what is read is compared with them, where there are any.
 
     Raises:
         CheckpointError: a file is missing, cut short or damaged, or lacks a key.
     """
 
-    def __init__(self, files: Iterable[tuple[Path, Container[str] | None]], name: str) -> None:
+    def __init__(
+        self,
+        files: Iterable[tuple[Path, Container[str] | None]],
+        name: str,
+        checksums: Checksums | None = None,
+    ) -> None:
         self.name = name
+        self._checksums = dict(checksums or {})
         self.infos: dict[str, TensorInfo] = {}
         self.files: dict[str, Path] = {}
         for path, wanted in files:
             with _opened(path) as file:
+                check(path, HEADER, _header(path), self._of(path))
                 for key in file.keys():  # noqa: SIM118 - not a mapping
                     if wanted is None or key in wanted:
                         part = file.get_slice(key)
@@ -106,6 +115,10 @@ class FileStore:
         """Have these tensors of another store, too."""
         for key in keys:
             self.infos[key], self.files[key] = other.infos[key], other.files[key]
+        self._checksums |= other._checksums
+
+    def _of(self, path: Path) -> Mapping[str, int]:
+        return self._checksums.get(path.name, {})
 
     def read(self, keys: Iterable[str]) -> Iterator[Tensor]:
         path: Path | None = None
@@ -122,6 +135,7 @@ class FileStore:
                 except SafetensorError as error:
                     raise CheckpointError(f"cannot read {key} from {path}: {error}") from error
                 num_bytes += tensor.nbytes
+                check(path, key, bytes_of(tensor), self._of(path))
                 yield tensor
                 del tensor
 
@@ -141,11 +155,20 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
+def _header(path: Path) -> bytes:
+    """The bytes before the first tensor."""
+    with path.open("rb") as file:
+        length = file.read(8)
+        return length + file.read(int.from_bytes(length, "little"))
+
+
 class MappingStore:
     """Tensors that are there already."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         for key, value in tensors.items():
+            if not isinstance(key, str):
+                raise LohanError(f"weights has the key {key!r}: keys are names of parameters")
             if not isinstance(value, Tensor) or value.is_meta:
                 kind = "a meta tensor" if isinstance(value, Tensor) else type(value).__name__
                 raise LohanError(f"weights[{key!r}] is {kind}: give tensors that have data")
@@ -168,7 +191,7 @@ def open_store(weights: WeightsArgument) -> Store:
         return MappingStore(weights)
     path = Path(weights)
     if path.is_dir():
-        return sharded(path, WHOLE, INDEX)
+        return sharded(path, WHOLE, INDEX, checksums_in(path))
     if path.name.endswith(".index.json"):
         return sharded(path.parent, "", path.name)
     if path.suffix != ".safetensors" and path.exists():
@@ -179,10 +202,12 @@ def open_store(weights: WeightsArgument) -> Store:
     return FileStore([(path, None)], str(path))
 
 
-def sharded(directory: Path, whole: str, index: str) -> FileStore:
+def sharded(
+    directory: Path, whole: str, index: str, checksums: Checksums | None = None
+) -> FileStore:
     """The file `whole`, or the shards that `index` names, in a directory."""
     if (directory / whole).is_file():
-        return FileStore([(directory / whole, None)], str(directory / whole))
+        return FileStore([(directory / whole, None)], str(directory / whole), checksums)
     path = directory / index
     if not path.is_file():
         there = sorted(p.name for p in directory.iterdir())[:8]
@@ -191,14 +216,17 @@ def sharded(directory: Path, whole: str, index: str) -> FileStore:
             f"{', '.join(there) or 'nothing'}. If the weights have another name, give that file; "
             "to load weights without an optimizer's states, load(…, optimizer=False)"
         )
+    text = path.read_bytes()
+    check(path, WHOLE_FILE, text, (checksums or {}).get(index, {}))
     try:
-        places = json.loads(path.read_text())["weight_map"]
+        places = json.loads(text)["weight_map"]
         files: dict[str, set[str]] = {}
         for key, file in places.items():
             files.setdefault(file, set()).add(key)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files: {error!r}") from error
-    store = FileStore([(directory / file, keys) for file, keys in files.items()], str(path))
+    found = [(directory / file, keys) for file, keys in files.items()]
+    store = FileStore(found, str(path), checksums)
     lost = [f"{key} (in {places[key]})" for key in places if key not in store.infos]
     if lost:
         raise CheckpointError(f"{path} names tensors that are not there: {listed(lost)}")

@@ -1,15 +1,22 @@
-"""Options shared by all tests."""
+"""Options shared by all tests.
+
+Nothing heavy is imported here: pytest-xdist's controller reads this file, too, before it starts
+the workers, and runs no test.
+"""
 
 from __future__ import annotations
 
+import gc
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from lohan_fx.hardware import HardwareProfile
-from tests.training import cpu_hardware, one_thread
+if TYPE_CHECKING:
+    from lohan_fx.hardware import HardwareProfile
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,10 +25,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection() -> None:
+    """Imports make a million objects and next to no garbage: the collector need not look."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def single_thread() -> Iterator[None]:
     """Tests' kernels are too small to share, and how many threads share one must not depend on
     the machine's load: sums would be rounded differently from run to run."""
+    from tests.training import one_thread
+
     with one_thread():
         yield
 
@@ -32,7 +50,30 @@ def interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def every_model_is_closed() -> Iterator[None]:
+    """No module leaves a model behind that still has its threads.
+
+    What is there before a module's first test is taken out of the collector's sight: most of it is
+    imported code, and to walk through it is what `gc.collect` would take its time for.
+    """
+    from tests.training import model_threads
+
+    gc.collect()
+    gc.freeze()
+    before = model_threads()
+    yield
+    gc.collect()
+    until = time.monotonic() + 5  # a thread that was told to end needs a moment
+    while model_threads() - before and time.monotonic() < until:
+        time.sleep(0.01)
+    left = sorted(t.name for t in model_threads() - before)
+    assert not left, f"a test of this module leaves a model open, with threads {left}"
+
+
 @pytest.fixture
 def hw(tmp_path: Path) -> HardwareProfile:
     """A small machine, of this test alone, with an SSD tier in its temporary folder."""
+    from tests.training import cpu_hardware
+
     return cpu_hardware(tmp_path)

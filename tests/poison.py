@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lohan_fx.capture import OutputRole
+from lohan_fx.joint_graph import OutputRole
 from lohan_fx.passes import PassManager, Rewrite, pipeline
 from lohan_fx.passes.split import split
 from lohan_fx.passes.verify import check_invariants, check_program

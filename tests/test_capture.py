@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lohan_fx._compat import storage_key, unfused_rnn
-from lohan_fx.capture import InputRole, OutputRole, capture, is_random, op_name
+from lohan_fx.capture import capture
 from lohan_fx.errors import CaptureError
+from lohan_fx.joint_graph import InputRole, OutputRole, is_random, op_name
 from tests.captured import check_exact, check_step, leaves, step
 from tests.models import EXAMPLES, VOCAB, WIDTH, make
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from tests.training import (
     Squeezed,
     Training,
     identical,
+    model_threads,
     remember_captures,
     training_of,
 )
@@ -167,8 +167,6 @@ def test_who_asks_gets_updated_weights(
 def test_a_model_that_is_dropped_beside_updates(
     states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gc.collect()
-    before = {t for t in threading.enumerate() if t.name.startswith("lohan_fx")}
     slow_updates(monkeypatch, 0.03)
     model, inputs = make("mlp")
     training = training_of("adam", model)
@@ -178,7 +176,7 @@ def test_a_model_that_is_dropped_beside_updates(
     assert running(made)
     del made, model, training
     gc.collect()
-    assert {t for t in threading.enumerate() if t.name.startswith("lohan_fx")} <= before
+    assert not model_threads()
     assert not list(Path(hw.ssds[0].path).rglob("*"))
     plain, inputs = make("mlp")
     steps("mlp", plain, training_of("adam", plain), inputs, 2)

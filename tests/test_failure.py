@@ -598,6 +598,72 @@ def test_writes_fail(
     assert same(run.optimizer.state_dict(), state)
 
 
+SUMS: list[dict[str, Any]] = [
+    {"accumulate": 2, "schedule": "optimized"},  # a step of one backward: the sum is all there is
+    {"accumulate": 2, "schedule": "serial"},
+    {"accumulate": 2, "schedule": "deferred", "clip_grad_norm": 1e9},
+    {"gradients": "kept", "schedule": "serial"},
+    {"gradients": "kept", "schedule": "deferred"},
+]
+
+
+@pytest.mark.parametrize("options", SUMS, ids=lambda o: f"{next(iter(o))}-{o['schedule']}")
+def test_writes_of_sums_fail(
+    options: dict[str, Any], hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient sum that cannot be written stays in host memory with its unit."""
+    faults = Faults()
+    faults.install(monkeypatch)
+    run = Run(hw, monkeypatch, swap_to="host", **options)
+    run.good_step()
+    units = run.model.lohan.memory.states.units  # type: ignore[union-attr]
+    for times, parked in ((1, 1), (1_000_000, len(units))):
+        # what a step writes first are sums: its states are written after its last backward
+        at = faults.counts["pwritev"] + 1
+        faults.fault = Fault("pwritev", at, times=times, code=errno.EROFS)
+        torch.manual_seed(run.done)
+        loss = loss_of(run.name, run.model(**run.inputs))
+        loss.backward()
+        run.model.lohan.memory.updater._wait_for_sums()  # type: ignore[union-attr]
+        assert sum(u.parked for u in units) == parked
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        assert identical(loss.detach(), run.plain.loss(run.done))
+        run.done += 1
+        run.check()
+        faults.fault = None
+        run.good_step()
+    run.close(hw)
+
+
+@pytest.mark.parametrize("options", SUMS[::3], ids=lambda o: next(iter(o)))
+@pytest.mark.parametrize("reads", [True, False])
+def test_writes_of_sums_fail_and_units_cannot_be_parked(
+    options: dict[str, Any], reads: bool, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory for the unit, or the rest of it: the step is lost, weights are not."""
+    faults = Faults()
+    faults.install(monkeypatch)
+    run = Run(hw, monkeypatch, swap_to="host", **options)
+    run.good_step()
+    if reads:
+        monkeypatch.setattr(states, "available_host_bytes", lambda: 0)
+    else:
+        monkeypatch.setattr(ssd.StripedFile, "pread_here", _fails)
+    faults.fault = Fault("pwritev", faults.counts["pwritev"] + 1, code=errno.ENOSPC)
+    with pytest.raises(StorageError, match="write failed on"):
+        run.step()
+    faults.fault = None
+    run.model.zero_grad()
+    run.check()
+    run.good_step()
+    run.close(hw)
+
+
+def _fails(*_: Any) -> None:
+    raise StorageError("injected")
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_writes_fail_and_there_is_no_memory(
     schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch

@@ -65,6 +65,7 @@ def test_host_units() -> None:
     need = host_breakdown(UNITS, tiers(a="host", b="host", d="host"), "optimized", [1, K + 1])
     assert need == {
         "units": (7 + 14 + 5) * K,
+        "spares": 0,
         "gradients": 2 * 2 * K,
         "state ring": 0,
         "staging": 0,

@@ -20,10 +20,11 @@ import lohan_fx.compiled
 from lohan_fx._compat import OpOverload, fake_mode
 from lohan_fx.annotate import is_getitem, is_view, mark_blocks, mark_roots, tensors_of
 from lohan_fx.api import LohanModule
-from lohan_fx.capture import Captured, capture, is_random
+from lohan_fx.capture import Captured, capture
 from lohan_fx.fusion import Kernels, align, clusters, fuse
 from lohan_fx.fusion.clusters import Kernel, _Finder, _replace, _sort
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.joint_graph import is_random
 from lohan_fx.models.gpt import GPT
 from tests.captured import check_exact, run_eager, run_graph
 from tests.captured import step as captured_step

@@ -160,6 +160,8 @@ def compare(found: Snapshot, wanted: Snapshot, *, exact: bool) -> None:
         ("lohan", "device", "auto", "deferred"),
         ("recompute-all", "host", "auto", "deferred"),
         ("swap-all", "ssd", "ssd", "deferred"),
+        ("lohan", "host", "auto", "speculative"),
+        ("recompute-all", "auto", "host", "speculative"),
     ],
 )
 def test_steps_are_plain_pytorchs(
@@ -193,7 +195,8 @@ def clipped_steps(
         if not ours and "clip_grad_value" in options:
             nn.utils.clip_grad_value_(model.parameters(), options["clip_grad_value"])
         elif not ours:
-            noted.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).cpu())
+            limit = options.get("clip_grad_norm", 0.1)
+            noted.append(nn.utils.clip_grad_norm_(model.parameters(), limit).cpu())
         optimizer.step()
         if isinstance(model, LohanModule) and "clip_grad_norm" in options:
             noted.append(torch.tensor(model.lohan.grad_norm))
@@ -208,6 +211,8 @@ def clipped_steps(
     [
         {"accumulate": 2, "clip_grad_norm": 0.1},
         {"accumulate": 1, "clip_grad_norm": 0.1},
+        {"accumulate": 1, "clip_grad_norm": 1e6},
+        {"accumulate": 2, "clip_grad_norm": 1e6},
         {"accumulate": 2, "clip_grad_value": 1e-3},
         {"gradients": "kept"},
     ],
@@ -302,6 +307,39 @@ def test_resident_mixed_updates_are_torchs_to_rounding(cls: Any, maximize: bool)
         assert torch.equal(c, m.bfloat16())
         for name, view in views.items():
             torch.testing.assert_close(view, optimizer.state[p][name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "deferred", "speculative"])
+@pytest.mark.parametrize("states", ["device", "host"])
+def test_models_on_meta_with_late_updates(states: str, schedule: str, tmp_path: Path) -> None:
+    """Updates of parameters that were on meta are not taken for writes of users."""
+    weights = {k: v.clone() for k, v in make_model("mlp").named_parameters()}
+    _, inputs = make("mlp")
+    inputs = {k: on_gpu(v) for k, v in inputs.items()}
+    found = []
+    for given in (None, weights):
+        model = make_model("mlp")
+        if given is not None:
+            model = model.to("meta")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        made = lohan_fx.compile(
+            model,
+            hw=cpu_hardware(tmp_path, device_kind="cuda"),
+            optimizer=optimizer,
+            states=states,
+            schedule=schedule,
+            weights=given,
+        )
+        for seed in range(3):
+            torch.manual_seed(seed)
+            loss_of("mlp", made(**inputs)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach().cpu() for p in made.parameters()])
+        assert isinstance(made, LohanModule)
+        made.lohan.close()
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_device_memory_is_back_after_close(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from lohan_fx.runtime.ssd import Syscalls
 from lohan_fx.runtime.updates import Updater
 from tests.models import make
 from tests.test_refinement import Turns, _Judged
-from tests.training import training_of
+from tests.training import remember_captures, training_of
 
 
 class Sums(nn.Module):
@@ -53,8 +53,10 @@ class Sums(nn.Module):
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_a_gradient_that_others_read_is_clipped_for_each_alone(
-    options: dict[str, Any], tier: str, hw: HardwareProfile
+    options: dict[str, Any], tier: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    remember_captures(monkeypatch, "sums")
+
     def run(model: nn.Module, optimizer: torch.optim.Optimizer, plain: bool) -> list[Tensor]:
         torch.manual_seed(1)
         x = torch.randn(8, 16, requires_grad=True)
@@ -73,7 +75,8 @@ def test_a_gradient_that_others_read_is_clipped_for_each_alone(
     wanted = run(plain, torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9), True)
     model = Sums()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    made = lohan_fx.compile(model, hw=hw, optimizer=optimizer, states=tier, **options)  # type: ignore[arg-type]
+    options = {"strategy": "keep-all", "states": tier, **options}
+    made = lohan_fx.compile(model, hw=hw, optimizer=optimizer, **options)
     found = run(made, optimizer, False)
     assert all(map(torch.equal, found, wanted))
     made.lohan.close()  # type: ignore[attr-defined]
@@ -155,8 +158,11 @@ def test_units_that_move_take_along_what_was_written(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_learning_rate_that_changes_after_backward(schedule: str, hw: HardwareProfile) -> None:
+def test_a_learning_rate_that_changes_after_backward(
+    schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where units have been updated by then, an error says so; elsewhere the new one counts."""
+    remember_captures(monkeypatch, "mlp")
 
     def run(model: nn.Module, inputs: dict[str, Any], training: Any) -> list[float]:
         losses = []
@@ -179,6 +185,7 @@ def test_a_learning_rate_that_changes_after_backward(schedule: str, hw: Hardware
         model,
         hw=hw,
         optimizer=training.optimizer,
+        strategy="keep-all",
         states="host",
         schedule=schedule,  # type: ignore[arg-type]
     )
@@ -198,6 +205,7 @@ def test_forward_after_an_interrupted_step(
     schedule: str, tier: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads the weights that the step makes, whenever they are done."""
+    remember_captures(monkeypatch, "mlp")
     plain, inputs = make("mlp")
     theirs = training_of("adamw", plain)
     model, _ = make("mlp")
@@ -206,6 +214,7 @@ def test_forward_after_an_interrupted_step(
         model,
         hw=hw,
         optimizer=ours.optimizer,
+        strategy="keep-all",
         states=tier,
         schedule=schedule,  # type: ignore[arg-type]
     )
@@ -333,15 +342,33 @@ def test_loading_in_the_middle_of_a_window_begins_it_again(
     ("options", "message"),
     [
         ({"hw": 5}, "hw=5: use a profile"),
-        ({"hw": "nowhere.json"}, "there is no such file"),
-        ({"plan": "nowhere.json"}, "there is no such file"),
+        ({"hw": "nowhere.json"}, "cannot read the hardware profile nowhere.json: No such"),
+        ({"plan": "nowhere.json"}, "cannot read the plan nowhere.json: No such file"),
         ({"optimizer": torch.optim.AdamW}, r"optimizer= needs .* not AdamW"),
-        ({"dtype": torch.int32}, "use a floating-point one"),
+        ({"hw": Path()}, "no hardware preset '.'"),
+        ({"plan": 5}, "plan=5: use a plan"),
+        ({"strategy": 3}, "a name or a callable, not int"),
+        (
+            {"strategy": lambda: None},
+            r"with workload, hw, budget and options, and .*cannot",
+        ),
+        ({"memory": "lots"}, "memory='lots': write it as"),
+        ({"outputs": 5}, "outputs=5: use 'auto', 'all', or a sequence"),
+        ({"outputs": []}, "use 'auto', 'all', or a sequence"),
+        ({"dtype": torch.int32}, "dtype=torch.int32: use 'auto', None, one of"),
+        ({"dtype": 5}, "dtype=5: use 'auto', None, one of"),
+        ({"dtype": torch.float8_e4m3fn}, "use 'auto', None, one of"),
+        ({"weights": {5: torch.ones(2)}}, "weights has the key 5: keys are names"),
+        ({"fused": torch.ones(2)}, "use True, False or 'auto'"),
+        ({"loss_chunk_bytes": "1MiB"}, "use a number of bytes"),
+        ({"forwards": "2"}, "use a number of forwards, at least 1"),
+        ({"accumulate": True}, "use 'manual' or a number"),
+        ({"clip_grad_norm": float("nan")}, "use None or a number"),
         ({"clip_grad_norm": "1"}, "use None or a number"),
         ({"clip_grad_value": True}, "use None or a number"),
         ({"skip_nonfinite": "yes"}, "use True or False"),
         ({"refine": "yes"}, "use True, False or 'auto'"),
-        ({"loss_chunk_bytes": -1}, "use 0 .never. or a size"),
+        ({"loss_chunk_bytes": -1}, "bytes, or 0 for never"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

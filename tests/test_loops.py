@@ -89,9 +89,10 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize(
     ("name", "train", "context"),
     [
-        ("GPT-2", False, torch.inference_mode),
+        # test_safety evaluates with eval() and no_grad(), on all tiers
+        pytest.param("GPT-2", False, torch.inference_mode, marks=pytest.mark.slow),
         ("GPT-2", True, torch.inference_mode),
-        ("U-Net", True, torch.no_grad),
+        pytest.param("U-Net", True, torch.no_grad, marks=pytest.mark.slow),
         ("resnet", True, torch.inference_mode),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -232,14 +232,17 @@ def test_never_slower_than_any_strategy(seed: int, part: float, host: float) -> 
         assert report.step_s <= seconds * (1 + 1e-9), name
 
 
-@pytest.mark.parametrize("tier", ["device", "host", "ssd"])
-def test_more_memory_is_never_slower(tier: str) -> None:
+@pytest.mark.parametrize(
+    ("tier", "parts"),
+    [("device", (0.1, 0.3, 0.6, 2.0)), ("host", (0.7, 0.8, 2.0)), ("ssd", (0.1, 0.6, 2.0))],
+)
+def test_more_memory_is_never_slower(tier: str, parts: Sequence[float]) -> None:
     """Each budget planned for by itself."""
-    workload, hw = some_workload(4), replace(machine(4), **_SSD)
+    workload, hw = gpt_workload(layers=1, hidden=128), replace(machine(4), **_SSD)
     whole = whole_bytes(workload)
     roomy = MemoryBudget(device_bytes=whole // 3, host_bytes=whole, ssd_bytes=whole)
     last = math.inf
-    for part in (0.1, 0.3, 0.6, 2.0):
+    for part in parts:
         limit = replace(roomy, **{f"{tier}_bytes": int(whole * part)})
         try:
             _, report = Pareto().solve(workload, hw, limit)
@@ -529,7 +532,7 @@ def test_bad_options_are_refused() -> None:
 
 
 def test_same_input_same_plan() -> None:
-    workload = gpt_workload(layers=3, dropout=True)
+    workload = gpt_workload(layers=2, dropout=True)
     one, two = (Pareto().solve(workload, HW, budget(device=400_000)) for _ in range(2))
     assert one == two
     assert one[0].fingerprint == two[0].fingerprint
@@ -640,8 +643,8 @@ def test_large_models_are_planned_in_time(blocks: int, repeated: bool) -> None:
 
 
 def test_the_report_is_about_the_plan() -> None:
-    workload = gpt_workload(layers=4)
-    limit = budget(device=500_000)
+    workload = gpt_workload(layers=2)
+    limit = budget(device=300_000)
     plan, report = Pareto().solve(workload, HW, limit)
     again: Plan = Plan.from_dict(plan.to_dict())
     assert simulate(workload, again, HW).step_s == report.step_s

@@ -27,11 +27,12 @@ from lohan_fx.errors import (
     UnsupportedOptimizerError,
 )
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.model_arguments import num_states
 from lohan_fx.models import family_of, is_known, named, names
 from lohan_fx.plan import Plan
 from lohan_fx.planned import Planned, retimed
 from lohan_fx.planners import PlannerOptions, make_plan
-from lohan_fx.planning import _next_batch, num_states
+from lohan_fx.planning import next_batch
 from lohan_fx.report import render
 from lohan_fx.simulate import simulate
 from tests.toys import WIDTH, Block, Toy, made, meta, rows, toy
@@ -310,12 +311,12 @@ def test_searches_try_a_quicker_strategy_first(monkeypatch: pytest.MonkeyPatch) 
 
 def test_guesses_stay_inside() -> None:
     error = InsufficientMemoryError("device", 10**9, 1, where="here")
-    assert _next_batch(3, 9, error, halve=False) == 6
+    assert next_batch(3, 9, error, halve=False) == 6
     near = InsufficientMemoryError("device", 10, 5, where="here")
-    assert _next_batch(3, 9, near, halve=False) == 4
-    assert _next_batch(4, 9, near, halve=False) == 6
-    assert _next_batch(3, 9, error, halve=True) == 6
-    assert _next_batch(8, 10, error, halve=True) == 9
+    assert next_batch(3, 9, near, halve=False) == 4
+    assert next_batch(4, 9, near, halve=False) == 6
+    assert next_batch(3, 9, error, halve=True) == 6
+    assert next_batch(8, 10, error, halve=True) == 9
 
 
 def test_the_largest_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 from lohan_fx.depth import Repetition, cut, repetitions
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.model_arguments import make_tracer
 from lohan_fx.models import named
-from lohan_fx.planning import Tracer, make_tracer
 from lohan_fx.replicate import NotRepeatedError, _Name, extrapolate
+from lohan_fx.tracer import Tracer
 from lohan_fx.workload import Workload
 from tests.toys import (
     WIDTH,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lohan_fx
 from lohan_fx.errors import LohanError, StepError
 from lohan_fx.planners import names
-from tests.training import cpu_hardware
+from tests.training import cpu_hardware, remember_captures
 
 BUDGET = {"device": "3MiB", "host": "64MiB", "ssd": "64MiB"}
 
@@ -29,6 +29,12 @@ class Block(nn.Module):
         return x + y
 
 
+@pytest.fixture(autouse=True)
+def one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All models here are alike, and so are their inputs."""
+    remember_captures(monkeypatch, "resumed")
+
+
 def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(3)))
@@ -38,7 +44,8 @@ def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
 def compiled(tmp_path: Path, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     model, optimizer = make()
     hw = cpu_hardware(tmp_path)
-    made = lohan_fx.compile(model, hw=hw, optimizer=optimizer, memory=BUDGET, **options)
+    options = {"strategy": "swap-all", "memory": BUDGET, **options}
+    made = lohan_fx.compile(model, hw=hw, optimizer=optimizer, **options)
     return made, optimizer
 
 

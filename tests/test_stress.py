@@ -24,7 +24,7 @@ from lohan_fx.runtime.lanes import Lane, Ticket
 from lohan_fx.runtime.ssd import Syscalls
 from lohan_fx.runtime.updates import Updater
 from tests.models import loss_of, make
-from tests.training import Squeezed, identical, remember_captures, training_of
+from tests.training import Squeezed, identical, model_threads, remember_captures, training_of
 
 STRATEGIES = ("swap-all", "recompute-all", "random", "lohan")
 LONGEST_S = 0.004
@@ -90,10 +90,9 @@ class Delays:
             time.sleep(length)
 
 
-def leftovers(hw: HardwareProfile) -> tuple[list[str], list[Path]]:
+def leftovers(hw: HardwareProfile) -> tuple[set[threading.Thread], list[Path]]:
     gc.collect()
-    names = [t.name for t in threading.enumerate() if t.name.startswith("lohan_fx")]
-    return names, list(Path(hw.ssds[0].path).rglob("*"))
+    return model_threads(), list(Path(hw.ssds[0].path).rglob("*"))
 
 
 def train(
@@ -120,7 +119,6 @@ def check(
     num_steps: int = 4,
     seed: int = 0,
 ) -> None:
-    before = leftovers(hw)
     plain, inputs = make(name)
     wanted = list(train(name, plain, inputs, training_of("adam", plain).optimizer, num_steps))
     remember_captures(patch, name)
@@ -146,7 +144,7 @@ def check(
         assert "lohan_fx-optimizer" in delays.threads
     if states == "ssd":
         assert any("io" in name for name in delays.threads)
-    assert leftovers(hw) == before  # other files may have models that live on in fixtures
+    assert leftovers(hw) == (set(), [])
 
 
 def test_late_threads_change_nothing(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +177,6 @@ def test_late_threads_change_nothing_anywhere(
 def test_memory_is_flat(
     states: str, schedule: str, late: bool, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = leftovers(hw)
     remember_captures(monkeypatch, "gpt2")
     model, inputs = make("gpt2")
     optimizer = training_of("adam", model).optimizer
@@ -206,7 +203,7 @@ def test_memory_is_flat(
     assert files[59] == files[20]
     assert threads[59] == threads[20]
     model.lohan.close()
-    assert leftovers(hw) == before  # other files may have models that live on in fixtures
+    assert leftovers(hw) == (set(), [])
 
 
 @pytest.mark.slow
@@ -227,7 +224,7 @@ def test_many_models_one_after_another(hw: HardwareProfile) -> None:
         if k % 3:
             made.lohan.close()
         del made, model, optimizer, losses
-        assert leftovers(hw) == ([], [])
+        assert leftovers(hw) == (set(), [])
         sizes.append(process.memory_info().rss)
         files.append(process.num_fds())
     assert max(sizes[18:]) - max(sizes[4:10]) < FLAT_BYTES

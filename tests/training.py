@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -191,6 +192,11 @@ def remember_captures(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         return _captured[key]
 
     monkeypatch.setattr(lohan_fx.compiled, "capture", once)
+
+
+def model_threads() -> set[threading.Thread]:
+    """Threads of models that are neither closed nor gone: none, between two tests."""
+    return {t for t in threading.enumerate() if t.name.startswith("lohan_fx")}
 
 
 @contextmanager

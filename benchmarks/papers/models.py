@@ -51,7 +51,7 @@ class ModelSpec:
         """Capture the step on meta tensors; blocks that repeat are replicated."""
         import torch
 
-        from lohan_fx.planning import make_tracer
+        from lohan_fx.model_arguments import make_tracer
 
         if self.build is None:
             return _deterministic(make_tracer(self.name, hw=hw).workload(batch).workload)

@@ -14,8 +14,8 @@ from torch import fx
 
 from lohan_fx._compat import LazyGraphModule, OpOverload
 from lohan_fx.annotate import is_getitem, is_view, mark_blocks, mark_roots, tensors_of
-from lohan_fx.capture import Captured, is_repeatable, op_name
 from lohan_fx.fusion.align import align
+from lohan_fx.joint_graph import Captured, is_repeatable, op_name
 
 MAX_OPS = 24
 """Ops in one cluster: beyond that, kernels spill registers and compile slowly."""

@@ -56,9 +56,13 @@ class Kernels:
             run = _compat.inductor_kernel(body, inputs)
         else:
             run = _compat.boxed(body, body.graph)
-        kernel = _callable(run, len(wanted), name)
+        scratch_bytes = 0
         if self._compiled and self._device.type == "cuda":
-            kernel.scratch_bytes = _rehearse(run, inputs, wanted, name)  # type: ignore[attr-defined]
+            scratch_bytes, shapes = _rehearse(run, inputs, wanted, name)
+            if any(shape is not None for shape in shapes):
+                run = partial(_shaped, run, shapes)
+        kernel = _callable(run, len(wanted), name)
+        kernel.scratch_bytes = scratch_bytes  # type: ignore[attr-defined]
         return kernel
 
 
@@ -78,14 +82,26 @@ def _callable(
     return made  # type: ignore[no-any-return]
 
 
+def _shaped(
+    run: Callable[[list[Tensor]], Sequence[Tensor]],
+    shapes: Sequence[torch.Size | None],
+    arguments: list[Tensor],
+) -> list[Tensor]:
+    """Run, and give results the shapes that Inductor left out (of sums that keep dimensions)."""
+    return [
+        made if shape is None else made.view(shape)
+        for made, shape in zip(run(arguments), shapes, strict=True)
+    ]
+
+
 def _rehearse(
     run: Callable[[list[Tensor]], Sequence[Tensor]],
     inputs: Sequence[Tensor],
     wanted: Sequence[Tensor],
     name: str,
-) -> int:
-    """Run once on zeros: bytes allocated at once besides results; checks that these are laid out
-    as planned."""
+) -> tuple[int, list[torch.Size | None]]:
+    """Run once on zeros: bytes allocated at once besides results; and the shapes of those results
+    that are laid out as planned but for their shape. Checks that the others are as planned."""
     given = [
         torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs
     ]
@@ -100,10 +116,24 @@ def _rehearse(
     torch.cuda.synchronize(device)
     peak = stats()["requested_bytes.all.peak"] - before
     held = stats()["requested_bytes.all.current"] - before
+    shapes: list[torch.Size | None] = []
     for made, planned in zip(results, wanted, strict=True):
-        if _form(made) != _form(planned):
+        same = _form(made) == _form(planned)
+        if not same and not _same_memory(made, planned):
             raise RuntimeError(f"Inductor made {_form(made)} of {name}, not {_form(planned)}")
-    return max(0, int(peak - held))
+        shapes.append(None if same else planned.shape)
+    return max(0, int(peak - held)), shapes
+
+
+def _same_memory(made: Tensor, planned: Tensor) -> bool:
+    """Whether two tensors have the same elements in the same order, whatever their shapes."""
+    return (
+        made.dtype == planned.dtype
+        and made.numel() == planned.numel()
+        and made.is_contiguous()
+        and planned.is_contiguous()
+        and _form(made)[3:] == _form(planned)[3:]
+    )
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

@@ -14,8 +14,8 @@ from torch import fx
 
 from lohan_fx._compat import FakeTensor
 from lohan_fx.annotate import UnitLayout, is_getitem, is_view
-from lohan_fx.capture import Captured
 from lohan_fx.errors import LohanError, VerificationError
+from lohan_fx.joint_graph import Captured
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.program import Kind, Program, Region, lower, regions_of
 from lohan_fx.workload import Workload

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from lohan_fx._compat import boxed
-from lohan_fx.capture import InputRole, OutputRole
+from lohan_fx.joint_graph import InputRole, OutputRole
 from lohan_fx.passes.base import Rewrite
 
 

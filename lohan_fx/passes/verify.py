@@ -26,8 +26,8 @@ from typing import Any
 from torch import fx
 
 from lohan_fx.annotate import device_bytes, is_view, storage_bytes
-from lohan_fx.capture import is_repeatable, op_name
 from lohan_fx.errors import InsufficientMemoryError, VerificationError
+from lohan_fx.joint_graph import is_repeatable, op_name
 from lohan_fx.passes.base import Mark, Rewrite
 from lohan_fx.program import Instruction, Program, recomputed, reload_of, residency
 from lohan_fx.workload import Phase

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
+from lohan_fx.arguments import check_call
 from lohan_fx.cost_model import CostOptions
 from lohan_fx.errors import PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
@@ -106,6 +107,7 @@ def get(strategy: str | Planner) -> Planner:
     """
     if not isinstance(strategy, str):
         if callable(strategy):
+            check_call(strategy, 4, "a strategy is called with workload, hw, budget and options")
             return strategy
         raise PlanError(f"a strategy is a name or a callable, not {type(strategy).__name__}")
     if strategy in _PLANNERS:

@@ -595,6 +595,12 @@ class StripedFile:
         """Write all of `buffer` at `offset`; return when the device has it."""
         self.submit_pwrite(buffer, offset).result()
 
+    def pread_here(self, buffer: torch.Tensor, offset: int) -> None:
+        """As `pread`, on the calling thread: for I/O threads, which must not wait for another."""
+        self._check(buffer, offset)
+        for piece in self._pieces(offset, round_up(buffer.numel())):
+            self._transfer(self._read, buffer, piece)
+
     def submit_pread(
         self,
         buffer: torch.Tensor,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lohan_fx._compat import storage_users, version_of
 from lohan_fx.annotate import Slice, StateLayout, UnitLayout
-from lohan_fx.errors import LohanError, StepError, format_bytes
+from lohan_fx.errors import LohanError, StepError, StorageError, format_bytes
 from lohan_fx.footprint import PAGE_BYTES, align
 from lohan_fx.initialization import realize
 from lohan_fx.plan import Tier
@@ -409,7 +409,7 @@ class ModelStates:
                 flats.shown = [Lent.of(view) for view in views]
             for p, part in zip(states.parameters, flats.shown, strict=True):
                 if p.is_meta:
-                    realize(p, part.memory)
+                    realize(p, part.memory.data)  # a version of its own: updates are not the user's
                 else:
                     p.data = part.memory
         states.versions = [version_of(p) for p in states.parameters]
@@ -535,22 +535,28 @@ class ModelStates:
                 p.grad = gradient.to(p.device)
         # the old memory stays as it is: a state_dict() that somebody holds may look into it
 
-    def park(self, states: UnitStates, buffer: Tensor, error: BaseException) -> bool:
+    def park(self, states: UnitStates, buffer: Tensor, first: int, error: BaseException) -> bool:
         """Keep a unit in host memory whose new states, in `buffer`, could not be written.
 
         The memory takes the place of the unit's part of the file mapping, so parameters and
-        flats are the new states, under their old addresses. Called when nobody reads them.
+        flats are the new states, under their old addresses. Called when nobody reads what is new.
+
+        Args:
+            first: the bytes before are not in the buffer: they are as in the file.
 
         Returns:
-            whether there was enough memory.
+            whether there was enough memory, and the file could be read.
         """
         assert self._mapping is not None
+        assert self.file is not None
         if available_host_bytes() < 2 * states.num_bytes:
             return False
         try:
+            if first:
+                self.file.pread_here(buffer[:first], states.offset)
             target = self._mapping.data_ptr() + states.offset
             replace_pages(target, buffer[: states.num_bytes])
-        except OSError:
+        except (OSError, StorageError):
             return False
         states.parked = True
         logger.warning(

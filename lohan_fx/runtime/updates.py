@@ -757,7 +757,7 @@ class Updater:
             raise
         label = self._lanes.label("write_gradient", states.unit.name)
         pages, num_bytes = states.gradient_range, states.unit.accumulator_bytes
-        self._write(states, buffer, pages, num_bytes, label, None, whole=False)
+        self._write(states, buffer, pages, num_bytes, label, None)
 
     def _take_norms(self, given: _Given, flats: Flats) -> None:
         if self._wants_norms:
@@ -843,7 +843,7 @@ class Updater:
         unit = states.unit
         label = self._lanes.label("write_states", unit.name)
         pages = (0, states.written_bytes)
-        self._write(states, buffer, pages, unit.update_write_bytes, label, fresh, whole=True)
+        self._write(states, buffer, pages, unit.update_write_bytes, label, fresh)
 
     def _write(
         self,
@@ -853,11 +853,9 @@ class Updater:
         num_bytes: int,
         label: Label,
         fresh: Ticket | None,
-        *,
-        whole: bool,
     ) -> None:
         """Write `pages` (offset, bytes) of a unit, of which `num_bytes` count, and give the buffer
-        back. `whole`: all of the unit is in the buffer."""
+        back. Of the unit, what comes before these pages is not in the buffer."""
         file = self._states.file
         assert file is not None
         first, size = pages
@@ -873,7 +871,7 @@ class Updater:
 
         def ended(write: Future[None]) -> None:
             error = write.exception()
-            if error is not None and whole and self._states.park(states, buffer, error):
+            if error is not None and self._states.park(states, buffer, first, error):
                 error = None
             self._ring.release(buffer)
             for waited in (written, fresh) if fresh is not None else (written,):
