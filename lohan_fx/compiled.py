@@ -1150,6 +1150,9 @@ class CompiledModel:
             self.sync()
         except Exception as error:  # noqa: BLE001 - what was held is given back all the same
             self._say("close", f"the last step's updates did not end: {error}")
+        if self._closer is not None and self._closer.alive:  # else the model's end closed it
+            for program in self.programs.values():
+                program.executor.abort()  # before states are read: of a step that never ends
         if self.memory is not None and self.optimizer is not None:
             self.memory.states.give_back(self.optimizer)
             self.memory.states.forget_sums()
@@ -1160,9 +1163,6 @@ class CompiledModel:
             del model.__dict__["_lohan"]
             if self._forward is not None:
                 model.__dict__.setdefault("forward", self._forward)
-        if self._closer is not None and self._closer.alive:  # else the model's end closed it
-            for program in self.programs.values():
-                program.executor.abort()
         if self.memory is not None:
             self.memory.states.forget_grad_dtypes()
         self.programs.clear()

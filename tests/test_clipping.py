@@ -257,6 +257,7 @@ def test_norms_of_low_precision(dtype: torch.dtype) -> None:
         ("device", "serial", 1),
         ("device", "deferred", 2),
         ("host", "deferred", 1),
+        ("host", "speculative", 2),
         ("ssd", "serial", 2),
         ("ssd", "deferred", 1),
         ("ssd", "deferred", 2),

@@ -101,7 +101,7 @@ def test_late_updates_change_nothing(
     assert all(late) == (states != "device")
 
 
-@pytest.mark.parametrize("schedule", ["serial", "deferred"])
+@pytest.mark.parametrize("schedule", ["serial", "deferred", "speculative"])
 @pytest.mark.parametrize("states", TIERS)
 def test_the_learning_rate_is_that_of_the_step(
     schedule: str, states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch

@@ -495,9 +495,9 @@ def test_pinning_is_refused(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 
 
 def test_threads_are_refused(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Trained(hw, monkeypatch)
+    run = Trained(hw, monkeypatch, schedule="speculative")
     original = threading.Thread.start
-    for at in range(1, 8):  # two lanes, four threads for the disk, the optimizer
+    for at in range(1, 9):  # two lanes, four threads for the disk, the optimizer and its trials
         calls = [0]
 
         def refuse(thread: threading.Thread, at: int = at, calls: list[int] = calls) -> None:

@@ -18,6 +18,7 @@ from lohan_fx.api import LohanModule
 from lohan_fx.backend import backend
 from lohan_fx.errors import LohanError, StepError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.plan import SCHEDULES, WHOLE
 from lohan_fx.runtime.lanes import close_elsewhere
 from lohan_fx.runtime.ssd import Syscalls
 from lohan_fx.runtime.updates import Updater
@@ -156,7 +157,7 @@ def test_units_that_move_take_along_what_was_written(
     assert all(torch.equal(v, wanted_weights[k]) for k, v in weights.items())
 
 
-@pytest.mark.parametrize("schedule", ["naive", "optimized", "overlapped", "serial", "deferred"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_learning_rate_that_changes_after_backward(
     schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +189,7 @@ def test_a_learning_rate_that_changes_after_backward(
         states="host",
         schedule=schedule,  # type: ignore[arg-type]
     )
-    if schedule in ("serial", "deferred"):
+    if schedule in WHOLE:
         assert run(made, inputs, training) == wanted
     else:
         with pytest.raises(StepError, match="changed between backward and"):
@@ -199,7 +200,7 @@ def test_a_learning_rate_that_changes_after_backward(
 
 
 @pytest.mark.parametrize("tier", ["host", "ssd"])
-@pytest.mark.parametrize("schedule", ["naive", "optimized", "overlapped", "deferred"])
+@pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {"serial"}))
 def test_forward_after_an_interrupted_step(
     schedule: str, tier: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
@@ -22,7 +23,7 @@ from torch.optim import Adam, AdamW
 
 from lohan_fx.errors import UnsupportedOptimizerError
 from lohan_fx.runtime.native import adam
-from lohan_fx.runtime.native.adam import AdamKernel, Update
+from lohan_fx.runtime.native.adam import AdamKernel, Target, Update
 from lohan_fx.runtime.optimizer import UnitOptimizer
 
 needs_compiler = pytest.mark.skipif(
@@ -265,6 +266,118 @@ def test_copies_round_to_nearest_even(kernels: Mapping[int, AdamKernel]) -> None
 def test_no_parameters(kernels: Mapping[int, AdamKernel]) -> None:
     for kernel in kernels.values():
         kernel.run([])
+
+
+# -- results elsewhere ---------------------------------------------------------------------------
+
+
+def placed(sizes: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Tensors side by side, so that they begin at any address; and all of their memory."""
+    whole = torch.full((sum(sizes) + 2,), torch.nan, dtype=dtype)
+    return whole, list(whole[1:-1].split(list(sizes)))
+
+
+def compare_elsewhere(
+    kernel: AdamKernel,
+    options: Mapping[str, Any],
+    *,
+    decoupled: bool = True,
+    grad_dtype: torch.dtype = torch.float32,
+    copy_dtype: torch.dtype | None = None,
+    clip: Mapping[str, float] = {},
+) -> None:
+    """One step in place and one elsewhere: the same bits; what was read stays as it was."""
+    generator = torch.Generator().manual_seed(0)
+    o = {**DEFAULTS, **options}
+    given = [
+        [torch.randn(n, generator=generator) for _ in range(2)]
+        + [torch.rand(n, generator=generator) for _ in range(2)]
+        + [torch.randn(n, generator=generator).to(grad_dtype)]
+        for n in SIZES
+    ]
+    for tensors in given:
+        tensors[4][4::5] = torch.nan
+        tensors[4][6::7] = -torch.inf
+    made = {name: placed(SIZES, torch.float32) for name in ("master", *NAMES)}
+    copies = placed(SIZES, copy_dtype) if copy_dtype else (torch.empty(0), [None] * len(SIZES))
+    before = [[t.clone() for t in tensors] for tensors in given]
+    in_place = [[t.clone() for t in tensors] for tensors in given]
+    wanted_copies = [None if c is None else torch.empty_like(c) for c in copies[1]]
+
+    def update(tensors: list[Tensor], copy: Tensor | None, target: Target | None) -> Update:
+        return Update(
+            master=tensors[0], exp_avg=tensors[1], exp_avg_sq=tensors[2],
+            max_exp_avg_sq=tensors[3] if o["amsgrad"] else None, gradient=tensors[4], copy=copy,
+            lr=o["lr"], beta1=o["betas"][0], beta2=o["betas"][1], eps=o["eps"],
+            weight_decay=o["weight_decay"], step=3.0, decoupled=decoupled, maximize=o["maximize"],
+            target=target, **clip,
+        )  # fmt: skip
+
+    targets = [
+        Target(
+            master=made["master"][1][k],
+            exp_avg=made["exp_avg"][1][k],
+            exp_avg_sq=made["exp_avg_sq"][1][k],
+            max_exp_avg_sq=made["max_exp_avg_sq"][1][k] if o["amsgrad"] else None,
+        )
+        for k in range(len(SIZES))
+    ]
+    updates = [update(*each) for each in zip(given, copies[1], targets, strict=True)]
+    assert all(u.supported() for u in updates)
+    kernel.run(updates)
+    kernel.run([update(t, c, None) for t, c in zip(in_place, wanted_copies, strict=True)])
+    for k, size in enumerate(SIZES):
+        assert all(map(same, given[k], before[k])), size
+        for at, name in enumerate(("master", *NAMES)):
+            if name != "max_exp_avg_sq" or o["amsgrad"]:
+                assert same(made[name][1][k], in_place[k][at]), (size, name)
+        copy, wanted = copies[1][k], wanted_copies[k]
+        if copy is not None and wanted is not None:
+            assert same(copy, wanted), size
+    for whole, _ in made.values():
+        assert whole[0].isnan()
+        assert whole[-1].isnan()
+    if not o["amsgrad"]:
+        assert made["max_exp_avg_sq"][0].isnan().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_every_size_elsewhere(
+    options: Mapping[str, Any], decoupled: bool, kernels: Mapping[int, AdamKernel]
+) -> None:
+    compare_elsewhere(kernels[2], options, decoupled=decoupled)
+
+
+@needs_compiler
+@pytest.mark.parametrize("copy_dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("clip", [{"factor": 0.3}, {"limit": 0.5}], ids=str)
+def test_dtypes_elsewhere(
+    clip: Mapping[str, float],
+    grad_dtype: torch.dtype,
+    copy_dtype: torch.dtype | None,
+    kernels: Mapping[int, AdamKernel],
+) -> None:
+    options = {"amsgrad": True, "weight_decay": 0.1}
+    compare_elsewhere(kernels[2], options, grad_dtype=grad_dtype, copy_dtype=copy_dtype, clip=clip)
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", ["dtype", "size", "max"])
+def test_targets_that_do_not_fit_are_not_supported(what: str) -> None:
+    (update,) = long_call(1)
+    good, bad = torch.ones(2**18), torch.ones(2**18, dtype=torch.float64)
+    if what == "size":
+        bad = torch.ones(3)
+    target = Target(master=good, exp_avg=good, exp_avg_sq=good, max_exp_avg_sq=None)
+    assert dataclasses.replace(update, target=target).supported()
+    if what == "max":
+        wrong = dataclasses.replace(update, target=target, max_exp_avg_sq=good)
+    else:
+        wrong = dataclasses.replace(update, target=dataclasses.replace(target, exp_avg=bad))
+    assert not wrong.supported()
 
 
 # -- threads -------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import lohan_fx
 from lohan_fx.api import LohanModule
-from lohan_fx.plan import WAITING
+from lohan_fx.plan import WHOLE
 from tests.models import BasicBlock
 from tests.training import Squeezed, cpu_hardware, remember_captures, training_of
 
@@ -208,6 +208,7 @@ CASES = [
     ("gpt, flash attention", "swap-all", "host", "host", "deferred"),
     ("wide", "recompute-all", "ssd", "ssd", "deferred"),
     ("wide", "keep-all", "device", "host", "deferred"),
+    ("wide", "lohan", "host", "host", "speculative"),
 ]
 
 
@@ -219,7 +220,7 @@ def check(made: LohanModule, measured: Measured) -> None:
         f"{measured.peak_bytes / predicted - 1:+.2%} at {memory.peak_name}"
     )
     assert measured.peak_bytes > 10 * MIB
-    if made.plan.schedule not in WAITING or made.lohan.options.gradients == "kept":
+    if made.plan.schedule not in WHOLE or made.lohan.options.gradients == "kept":
         # else gradients of resident units wait for the optimizer
         assert abs(measured.left_bytes) < 4096  # step counters of the optimizer
     made.lohan.close()

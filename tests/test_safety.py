@@ -43,6 +43,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SCHEDULES
 from lohan_fx.runtime import arena, ssd
 from lohan_fx.runtime.engine import Engine
+from lohan_fx.runtime.trials import Trials
 from lohan_fx.runtime.updates import Updater
 from tests.models import make
 from tests.training import (
@@ -721,6 +722,8 @@ def test_an_exception_in_an_update(
     assert_identical(run.step(0), eager("mlp", "adamw")[0])
     with pytest.MonkeyPatch.context() as patch:
         fail_once(patch, Updater, "_step", at=2)
+        if schedule == "speculative":  # what fails in a trial is done again: see test_speculative
+            patch.setattr(Trials, "submit", lambda *_: None)
         with pytest.raises(InjectedError):
             run.step(1)
     if schedule == "serial":  # gradients are all there: the step is taken up again

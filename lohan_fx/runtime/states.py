@@ -8,6 +8,7 @@ device memory, in the host slab, or in a mapping of the SSD file; so does ``.gra
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -83,16 +84,49 @@ def _hold(_: Tensor) -> None:
 
 
 @dataclass(slots=True)
+class Lent:
+    """A parameter's part of a flat as users get it, who may keep it: a storage of its own.
+
+    `users` are the tensors that share it while no user does.
+    """
+
+    memory: Tensor
+    users: int
+
+    @classmethod
+    def of(cls, view: Tensor) -> Lent:
+        memory = _alone(view)
+        return cls(memory, storage_users(memory))
+
+
+@dataclass(slots=True)
 class Flats:
     """The buffers of one unit somewhere: at rest, or in a staging buffer during its update.
 
-    `gradient` is where gradients add up, in the master's dtype; None if they do not.
+    `gradient` is where gradients add up, in the master's dtype; None if they do not. `shown` is
+    what parameters have been given of these flats, `lent` what the optimizer has, by state.
     """
 
     compute: Tensor
     master: Tensor
     moments: dict[str, Tensor]
     gradient: Tensor | None = None
+    shown: list[Lent] = field(default_factory=list)
+    lent: dict[str, list[Lent]] = field(default_factory=dict)
+
+    def is_held(self) -> bool:
+        """Whether somebody else looks at what parameters and the optimizer were given."""
+        given = itertools.chain.from_iterable(self.lent.values())
+        return any(_shares(part, 1) for part in self.shown) or any(
+            _shares(part, 0) for part in given
+        )
+
+
+def _shares(part: Lent, num_own: int) -> bool:
+    """Whether more than `num_own` tensors outside share it. (A tensor without elements has no
+    storage of its own, and shows nothing.)"""
+    memory = part.memory
+    return memory.numel() != 0 and storage_users(memory) > part.users + num_own
 
 
 @dataclass(slots=True)
@@ -107,8 +141,7 @@ class UnitStates:
     stands in ``.grad`` (`runtime.guards`). `positions` are the parameters' in model.parameters().
     `taken`: the optimizer's states of the unit are here, and no longer with the optimizer.
     `spare` are a host unit's second flats, which updates are tried in (schedule "speculative"; sums
-    of gradients have no second flat). `shown` are the memory of its parameters while `flats` are
-    what counts, `shown_spare` while `spare` was; `users` says how many shared each's memory then.
+    of gradients have no second flat).
     `parked`: an SSD unit that is in host memory, because its file could not be written.
     """
 
@@ -129,9 +162,6 @@ class UnitStates:
     parked: bool = False
     taken: bool = False
     versions: list[int] = field(default_factory=list)
-    shown: list[Tensor] = field(default_factory=list)
-    shown_spare: list[Tensor] = field(default_factory=list)
-    users: list[int] = field(default_factory=list)
     sums: list[bool] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     lent: list[LentGradient] = field(default_factory=list)
@@ -372,13 +402,16 @@ class ModelStates:
 
     def _expose(self, states: UnitStates) -> None:
         if states.visible is not None:
-            states.shown = [_alone(v) for v in views_of(states.visible, states.layout.slices)]
-            for p, memory in zip(states.parameters, states.shown, strict=True):
+            flats = states.flats
+            assert flats is not None
+            if not flats.shown:  # the same each time: who keeps it is seen by it
+                views = views_of(states.visible, states.layout.slices)
+                flats.shown = [Lent.of(view) for view in views]
+            for p, part in zip(states.parameters, flats.shown, strict=True):
                 if p.is_meta:
-                    realize(p, memory.data)  # a version of its own: updates are no writes of users
+                    realize(p, part.memory.data)  # a version of its own: updates are not the user's
                 else:
-                    p.data = memory
-            states.users = [storage_users(memory) for memory in states.shown]
+                    p.data = part.memory
         states.versions = [version_of(p) for p in states.parameters]
 
     # -- second copies --------------------------------------------------------------------------
@@ -393,13 +426,12 @@ class ModelStates:
         states.spare = states.carve(buffer, sums=False)
         states.spare.gradient = states.flats.gradient
 
-    def is_held(self, states: UnitStates) -> bool:
-        """Whether somebody else looks at the memory of the unit's parameters: a state_dict() that
-        is kept, an array, a view. It must go on showing the parameters."""
-        if states.visible is None:
-            return False
-        seen = zip(states.shown, states.users, strict=True)
-        return any(storage_users(memory) > users for memory, users in seen)
+    def may_flip(self, states: UnitStates) -> bool:
+        """Whether nobody would miss it: no one else looks at the memory of the unit's parameters or
+        states (a state_dict() that is kept, an array, a view), which must go on showing them, and
+        user code has written nothing into parameters since they were exposed."""
+        assert states.flats is not None
+        return not states.flats.is_held() and not self._is_changed(states)
 
     def flip(self, states: UnitStates) -> None:
         """Go on with the unit's second flats, and let its parameters be views of them."""
@@ -412,14 +444,7 @@ class ModelStates:
         if states.visible is None:
             return
         states.visible = new.compute if in_copy else new.master
-        if not states.shown_spare:
-            views = views_of(states.visible, states.layout.slices)
-            states.shown_spare = [_alone(v) for v in views]
-        states.shown, states.shown_spare = states.shown_spare, states.shown
-        for p, memory in zip(states.parameters, states.shown, strict=True):
-            p.data = memory
-        states.users = [storage_users(memory) for memory in states.shown]
-        states.versions = [version_of(p) for p in states.parameters]
+        self._expose(states)
 
     def sync_from_user(self, *, behind: bool = False) -> None:
         """Take over what user code wrote into parameters since the last step.
@@ -438,7 +463,7 @@ class ModelStates:
             raise StepError(
                 f"parameters of {written[0][0].unit.name} were written while updates of the last "
                 "step were running, and one of the two is lost: call model.lohan.sync() before "
-                "writing into parameters, or use another schedule than 'overlapped' and 'deferred'"
+                "writing into parameters, or use schedule='serial' or 'optimized'"
             )
         for states, moved in written:
             flats = states.flats
@@ -453,6 +478,9 @@ class ModelStates:
             self._expose(states)
         if any(states.on_ssd for states, _ in written):
             self.flush()
+
+    def _is_changed(self, states: UnitStates) -> bool:
+        return self._moved(states) or _is_written(states)
 
     @staticmethod
     def _moved(states: UnitStates) -> bool:
@@ -493,7 +521,7 @@ class ModelStates:
         if states.visible is not None:
             states.visible = flats.compute if states.visible is old.compute else flats.master
         states.flats, states.direct = flats, None
-        states.spare, states.shown_spare = None, []
+        states.spare = None
         states.tier = "device" if arena is None else "host"
         self._expose(states)
         for i, (p, gradient) in enumerate(zip(states.parameters, given, strict=True)):
@@ -723,14 +751,17 @@ class ModelStates:
             if states.optimizer is None or states.flats is None or not states.taken:
                 continue
             slices = states.layout.slices
-            moments = {n: views_of(f, slices) for n, f in states.flats.moments.items()}
+            lent = states.flats.lent
+            for name, flat in states.flats.moments.items():
+                if name not in lent:
+                    lent[name] = [Lent.of(view) for view in views_of(flat, slices)]
             for i, (p, scalars) in enumerate(
                 zip(states.parameters, states.optimizer.scalar_state(), strict=True)
             ):
                 if scalars is not None:
                     entry = {name: torch.tensor(value) for name, value in scalars.items()}
                     names = states.optimizer.state_names(i)
-                    entry.update({name: _alone(moments[name][i]) for name in names})
+                    entry.update({name: lent[name][i].memory.detach() for name in names})
                     optimizer.state[p] = entry
 
     def hidden_masters(self) -> Iterator[tuple[str, Tensor]]:

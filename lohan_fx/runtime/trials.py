@@ -8,8 +8,9 @@ nothing is moved); otherwise what was tried is dropped, and the units are update
 that are still there. So it is as exact as an update that waits. (SuperOffload, Lian et al. 2025,
 "speculation then validation", speculates in place and rolls back.)
 
-A unit whose memory somebody else looks at (a kept `state_dict()`, an array) does not trade places:
-it is updated again, where it is, and they see the new weights, as in plain PyTorch.
+A unit whose memory somebody else looks at (a kept `state_dict()`, an array), or has written into,
+does not trade places: it is updated again, where it is, and they see the new weights, as in plain
+PyTorch.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class Trials:
     def _settle(self, right: bool) -> None:
         while self._open:
             trial = self._open[-1]
-            if right and not self._states.is_held(trial.states):
+            if right and self._states.may_flip(trial.states):
                 self._accept(trial)
             if not trial.accepted:
                 self._drop(trial)
@@ -179,6 +180,8 @@ class Trials:
     def drop(self) -> None:
         """The step has ended: forget what was accepted, and drop what was not."""
         self._wait_settled()
+        if self._open:  # an interrupted `settle` may not know that it has submitted anything
+            self._quiet.drain()
         while self._open:
             self._drop(self._open[-1])
             self._open.pop()

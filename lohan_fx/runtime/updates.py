@@ -187,7 +187,11 @@ class Updater:
         self._hyperparameters: Hyperparameters = ()
         self.trials: Trials | None = None
         if schedule == "speculative":
-            self.trials = Trials(states, lanes, self._lane, self._begun, self._ended)
+            try:
+                self.trials = Trials(states, lanes, self._lane, self._begun, self._ended)
+            except BaseException:
+                self._lane.close()
+                raise
 
     # -- called by the program -------------------------------------------------------------
 

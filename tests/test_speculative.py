@@ -1,0 +1,1054 @@
+"""Schedule "speculative": host units are updated beside backward into second copies, which count if
+no gradient had to be clipped."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import lohan_fx
+from lohan_fx import footprint
+from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.plan import UnitPlan
+from lohan_fx.planners import PlannerOptions, make_plan
+from lohan_fx.program import lower
+from lohan_fx.runtime.native import adam
+from lohan_fx.runtime.optimizer import Clip, Results, UnitOptimizer
+from lohan_fx.runtime.states import ModelStates
+from lohan_fx.runtime.trials import Trials
+from lohan_fx.runtime.updates import Updater
+from lohan_fx.simulate import Simulation, simulate
+from lohan_fx.workload import Workload
+from tests.faults import interrupted
+from tests.loops import (
+    TIERS,
+    InjectedError,
+    assert_same,
+    check,
+    compiled,
+    sometimes,
+    updater_of,
+    windows,
+)
+from tests.models import loss_of, make
+from tests.test_refinement import Turns, judged, tiers, trained
+from tests.test_simulate import machine, make_the_plan, make_unit, make_workload, spans
+from tests.training import Training, identical, remember_captures, training_of
+from tests.workloads import budget, small_hardware, workloads
+
+__all__ = ["judged"]  # a fixture
+
+NEVER = 1e9
+"""A norm that no gradient of these models has."""
+SPECULATIVE: dict[str, Any] = {"states": "host", "schedule": "speculative"}
+
+
+class Watch:
+    """Counts what trials do, and can keep backward waiting for them.
+
+    Attributes:
+        flips: units that went on with their second copy.
+        early: trials that had ended when the last unit's gradients were emitted.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.flips: list[str] = []
+        self.early = 0
+        flip, emit = ModelStates.flip, Updater.emit
+
+        def counted(model_states: ModelStates, states: Any) -> None:
+            flip(model_states, states)
+            self.flips.append(states.unit.name)
+
+        def waiting(updater: Updater, index: int, gradients: Any) -> None:
+            trials = updater.trials
+            if trials is not None and updater._rank[index] == 1 - len(updater._rank):
+                for trial in trials._open:
+                    assert trial.ended._signal.wait(timeout=30)
+                    self.early += 1
+            emit(updater, index, gradients)
+
+        patch.setattr(ModelStates, "flip", counted)
+        patch.setattr(Updater, "emit", waiting)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(monkeypatch)
+
+
+def trials_of(model: nn.Module) -> Trials:
+    trials = updater_of(model).trials  # type: ignore[arg-type]
+    assert trials is not None
+    return trials
+
+
+def num_units(model: nn.Module) -> int:
+    return len(updater_of(model)._states.trained)  # type: ignore[arg-type]
+
+
+def settled(model: nn.Module) -> None:
+    """Wait until everything that was tried has ended."""
+    for trial in trials_of(model)._open:
+        trial.ended.settle()
+
+
+def backward(model: nn.Module, inputs: dict[str, Any], *, scale: float = 1.0) -> Tensor:
+    torch.manual_seed(0)
+    loss = loss_of("mlp", model(**inputs))
+    (loss * scale).backward()
+    return loss.detach()
+
+
+def step(
+    model: nn.Module, training: Training, inputs: dict[str, Any], *, scale: float = 1.0
+) -> Tensor:
+    loss = backward(model, inputs, scale=scale)
+    training.step()
+    return loss
+
+
+class Pair:
+    """The MLP compiled, and in plain PyTorch."""
+
+    def __init__(
+        self,
+        hw: HardwareProfile,
+        patch: pytest.MonkeyPatch,
+        optimizer: str = "adam",
+        **options: Any,
+    ) -> None:
+        remember_captures(patch, "mlp")
+        self.plain, self.inputs = make("mlp")
+        self.its = training_of(optimizer, self.plain)
+        self.model, self.batch = make("mlp")
+        self.ours = training_of(optimizer, self.model)
+        self.made = compiled(self.model, self.ours.optimizer, hw, **{**SPECULATIVE, **options})
+
+    def both(self) -> None:
+        """A step on both sides."""
+        found = step(self.made, self.ours, self.batch)
+        assert identical(found, step(self.plain, self.its, self.inputs))
+
+    def check(self) -> None:
+        """Weights and optimizer states are plain PyTorch's; the compiled model goes on."""
+        assert all(map(identical, self.made.parameters(), self.plain.parameters()))
+        found = self.ours.optimizer.state_dict()["state"]
+        wanted = self.its.optimizer.state_dict()["state"]
+        assert found.keys() == wanted.keys()
+        for key, values in wanted.items():
+            assert found[key].keys() == values.keys()
+            assert all(identical(torch.as_tensor(found[key][n]), v) for n, v in values.items())
+
+    def close(self) -> None:
+        self.made.lohan.close()
+        assert_same(self.model, self.ours.optimizer, self.plain, self.its.optimizer)
+
+
+# -- steps are plain PyTorch's ---------------------------------------------------------------------
+
+
+QUICK = {
+    ("gpt2", "host", 1),
+    ("mlp", "host", 3),
+    ("mlp", "ssd", 1),
+    ("mlp", "device", 3),
+    ("frozen", "host", 1),
+    ("tied", "host", 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "states", "accumulate"),
+    [
+        pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow)
+        for row in itertools.product(
+            ("gpt2", "llama", "mlp", "resnet", "frozen", "tied"), TIERS, (1, 3)
+        )
+    ],
+)
+def test_trials_change_nothing(
+    name: str,
+    states: str,
+    accumulate: int,
+    watch: Watch,
+    hw: HardwareProfile,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Host units go on with their second copies, others wait; the numbers are the same."""
+    loop = windows(name, (1, 1, 1) if accumulate == 1 else (3, 1, 3), norm=NEVER)
+    options = {**SPECULATIVE, "states": states, "accumulate": accumulate}
+    check(name, loop, hw, monkeypatch, clip_grad_norm=NEVER, **options)
+    assert bool(watch.flips) == (states == "host")
+    assert bool(watch.early) == (states == "host")
+
+
+def test_updates_run_while_backward_goes_on(
+    watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the last unit's have ended when it is emitted; parameters do not show it before
+    optimizer.step(), and there nothing is left to do."""
+    both = Pair(hw, monkeypatch, clip_grad_norm=NEVER)
+    both.both()
+    before = [p.detach().clone() for p in both.made.parameters()]
+    watch.early = 0
+    backward(both.made, both.batch)
+    assert watch.early == num_units(both.made) - 1
+    settled(both.made)
+    held = list(both.model.parameters())
+    assert all(map(identical, held, before))
+    assert not updater_of(both.made)._begun
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "_step", None)
+        both.ours.step()
+    step(both.plain, both.its, both.inputs)
+    assert all(map(identical, held, both.plain.parameters()))
+    assert len(watch.flips) == 2 * num_units(both.made)
+    both.close()
+
+
+def test_a_clipped_step_is_redone_and_the_next_one_does_not_try(
+    watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit lies between the norms of the two kinds of steps."""
+    scales = (1e-3, 100.0, 100.0, 1e-3, 1e-3)
+    notes = []
+
+    def loop(model: nn.Module, training: Training, inputs: dict[str, Any]) -> list[Tensor]:
+        noted = []
+        for scale in scales:
+            watch.flips.clear()
+            noted.append(backward(model, inputs, scale=scale))
+            ours = hasattr(model, "lohan")
+            tried = ours and bool(trials_of(model)._open)
+            if not ours:
+                noted.append(clip_grad_norm_(model.parameters(), 0.5))
+            training.step()
+            if ours:
+                noted.append(torch.tensor(model.lohan.grad_norm))  # type: ignore[union-attr]
+                assert len(watch.flips) in (0, num_units(model))
+                notes.append((tried, bool(watch.flips), trials_of(model).num_lost))
+        return noted
+
+    check("mlp", loop, hw, monkeypatch, clip_grad_norm=0.5, **SPECULATIVE)
+    assert notes == [
+        (True, True, 0),
+        (True, False, 1),
+        (False, False, 1),  # the step before was clipped, and so is this one
+        (False, False, 1),  # so it was, but this one is not
+        (True, True, 1),
+    ]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_is_skipped(
+    accumulate: int, watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was tried with NaN is dropped, and plain PyTorch leaves the step out."""
+
+    def loop(model: nn.Module, training: Training, inputs: dict[str, Any]) -> list[Tensor]:
+        noted = []
+        for bad in (False, True, False, True, False):
+            scales = [torch.nan if bad else 1.0, *[1.0] * (accumulate - 1)]
+            noted += [backward(model, inputs, scale=scale) for scale in scales]
+            if not bad or hasattr(model, "lohan"):
+                training.optimizer.step()
+            training.optimizer.zero_grad()
+        return noted
+
+    options = {**SPECULATIVE, "accumulate": accumulate, "skip_nonfinite": True}
+    check("mlp", loop, hw, monkeypatch, **options)
+    assert len(watch.flips) == 3 * len(set(watch.flips))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_parameters_without_a_gradient(accumulate: int, watch: Watch, hw: HardwareProfile) -> None:
+    """They are in the second copy, too, also before they have any state."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        x = torch.linspace(-1, 1, 32).view(4, 8)
+        noted = []
+        for uses in ((False, True), (True, False), (False, False), (True, True)):
+            for use in uses[:accumulate]:
+                loss = model(x, use)
+                loss.backward()
+                noted.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return noted
+
+    (plain, its), (model, optimizer) = sometimes()
+    wanted = loop(plain, its)
+    made = compiled(model, optimizer, hw, accumulate=accumulate, **SPECULATIVE)
+    found = loop(made, optimizer)
+    made.lohan.close()
+    assert watch.flips
+    assert all(map(identical, found, wanted))
+    assert_same(model, optimizer, plain, its)
+
+
+class OneUnit(nn.Module):
+    """A layer of which one parameter has a gradient only if it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.extra = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor, extra: bool) -> Tensor:
+        y = x @ self.weight
+        return (y + self.extra if extra else y).square().mean()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "plain sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.05, amsgrad=True),
+    "fused amsgrad": lambda p: torch.optim.AdamW(p, lr=0.05, amsgrad=True, fused=True),
+    "fused": lambda p: torch.optim.Adam(p, lr=0.05, weight_decay=0.1, maximize=True, fused=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.05),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_unit_with_some_gradients_and_any_optimizer(
+    kind: str, accumulate: int, watch: Watch, hw: HardwareProfile
+) -> None:
+    """From the first step on, in which there is no state yet."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        x = torch.linspace(-1, 1, 32).view(4, 8)
+        noted = []
+        for use in (False, True, False, True):
+            for _ in range(accumulate):
+                loss = model(x, use)
+                loss.backward()
+                noted.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return noted
+
+    plain, model = OneUnit(), OneUnit()
+    its, optimizer = (OPTIMIZERS[kind](m.parameters()) for m in (plain, model))
+    wanted = loop(plain, its)
+    made = compiled(model, optimizer, hw, accumulate=accumulate, **SPECULATIVE)
+    found = loop(made, optimizer)
+    made.lohan.close()
+    assert len(watch.flips) == 4
+    assert all(map(identical, found, wanted))
+    assert_same(model, optimizer, plain, its)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "accumulate"),
+    [("bf16", 1), ("bf16", 2), pytest.param("fp16", 1, marks=pytest.mark.slow)],
+)
+def test_mixed_precision(
+    dtype: str,
+    accumulate: int,
+    native: bool,
+    watch: Watch,
+    hw: HardwareProfile,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As schedule "serial", where plain PyTorch rounds differently; with our kernel and torch's."""
+    if not native:
+        monkeypatch.setattr(adam, "kernel", lambda: None)
+    remember_captures(monkeypatch, "mlp")
+    sides = []
+    for schedule in ("serial", "speculative"):
+        model, inputs = make("mlp")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+        options = {"states": "host", "dtype": dtype, "schedule": schedule}
+        made = compiled(model, optimizer, hw, accumulate=accumulate, **options)
+        noted = []
+        for _ in range(3):
+            noted += [backward(made, inputs) for _ in range(accumulate)]
+            optimizer.step()
+            optimizer.zero_grad()
+        made.lohan.close()
+        sides.append((noted, model, optimizer))
+    (first, model, optimizer), (second, plain, its) = sides
+    assert watch.flips
+    assert all(map(identical, first, second))
+    assert_same(model, optimizer, plain, its)
+
+
+def test_with_several_forwards(
+    watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loop(model: nn.Module, training: Training, inputs: dict[str, Any]) -> list[Tensor]:
+        noted = []
+        torch.manual_seed(0)
+        for _ in range(3):
+            losses = [loss_of("mlp", model(**inputs)) for _ in range(2)]
+            for loss in losses:
+                loss.backward()
+            noted += [loss.detach() for loss in losses]
+            training.step()
+        return noted
+
+    check("mlp", loop, hw, monkeypatch, forwards=2, clip_grad_norm=NEVER, **SPECULATIVE)
+    assert len(watch.flips) == 3 * len(set(watch.flips))
+
+
+@pytest.mark.parametrize("strategy", ["memferry", "go-memferry"])
+def test_where_the_device_reads_and_writes_host_memory(
+    strategy: str, watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the copy that counts."""
+    loop = windows("gpt2", (1, 1, 1), norm=NEVER)
+    options = {"strategy": strategy, "schedule": "speculative"}
+    check("gpt2", loop, hw, monkeypatch, clip_grad_norm=NEVER, **options)
+    assert watch.flips
+
+
+def test_by_value(watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Needs no other gradient: trials are clipped by it, and right."""
+    loop = windows("mlp", (1, 1, 1), value=1e-3)
+    check("mlp", loop, hw, monkeypatch, clip_grad_value=1e-3, **SPECULATIVE)
+    assert len(watch.flips) == 3 * len(set(watch.flips))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("clip", [None, Clip(factor=torch.tensor(0.3)), Clip(limit=0.5)])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_update_that_is_tried_leaves_everything(
+    kind: str, clip: Clip | None, mixed: bool
+) -> None:
+    """But state before the first update. Its results are those of the update in place."""
+    torch.manual_seed(0)
+    sizes = (1187, 37, 5)
+    parameters = [nn.Parameter(torch.randn(size)) for size in sizes]
+    unit = UnitOptimizer(OPTIMIZERS[kind](parameters), parameters, chunk_elements=1024)
+    names = unit.state_names()
+    dtype = torch.bfloat16 if mixed else torch.float32
+    masters = [p.detach().clone() for p in parameters]
+    state = [{n: torch.full_like(m, torch.nan) for n in names} for m in masters]
+    compute = [m.to(dtype) for m in masters]
+    for without in (2, 1, None):
+        gradients = [
+            None if k == without else torch.randn(size).to(dtype) for k, size in enumerate(sizes)
+        ]
+        results = Results(
+            masters=[torch.full_like(m, torch.nan) for m in masters],
+            state=[{n: torch.full_like(m, torch.nan) for n in names} for m in masters],
+            compute=[torch.full_like(c, torch.nan) for c in compute] if mixed else None,
+        )
+        given: list[Any] = [masters, compute, [g for g in gradients if g is not None]]
+        if without != 2:
+            given.append([v for views in state[:1] for v in views.values()])
+        before, scalars = copy.deepcopy(given), unit.scalar_state()
+        made = unit.try_step(masters, gradients, state, results, clip=clip)
+        for tensors, wanted in zip(given, before, strict=True):
+            assert all(map(identical, tensors, wanted))
+        assert unit.scalar_state() == scalars
+        if mixed:
+            unit.step_mixed(masters, gradients, state, compute, clip=clip)
+            assert results.compute is not None
+            assert all(map(identical, results.compute, compute))
+        else:
+            unit.step(masters, gradients, state, clip=clip)
+        assert all(map(identical, results.masters, masters))
+        for k, views in enumerate(state):
+            if unit.scalar_state()[k] is not None:
+                assert all(identical(results.state[k][n], v) for n, v in views.items())
+        scalars = unit.scalar_state()
+        unit.accept(made)
+        assert unit.scalar_state() == scalars
+
+
+# -- what users do between backward and step -------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+def test_hyperparameters_are_those_of_the_step(
+    optimizer: str, watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trials with others do not count, although they have ended."""
+    counts = []
+
+    def loop(model: nn.Module, training: Training, inputs: dict[str, Any]) -> list[Tensor]:
+        noted = []
+        for k in range(4):
+            noted.append(backward(model, inputs))
+            if hasattr(model, "lohan"):
+                settled(model)
+                watch.flips.clear()
+            if k % 2:
+                for group in training.optimizer.param_groups:
+                    group["lr"] = 1e-3 * (k + 1)
+            training.optimizer.step()
+            if hasattr(model, "lohan"):
+                counts.append(len(watch.flips))
+            training.optimizer.zero_grad()
+        return noted
+
+    check("mlp", loop, hw, monkeypatch, optimizer=optimizer, **SPECULATIVE)
+    assert [bool(n) for n in counts] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("how", ["copy", "data", "load"])
+def test_weights_that_are_written_between_backward_and_step(
+    how: str, watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not lost without a word: the next forward says so, as with schedule "deferred"."""
+    both = Pair(hw, monkeypatch)
+    both.both()
+    backward(both.made, both.batch)
+    settled(both.made)
+    watch.flips.clear()
+    p = next(iter(both.model.parameters()))
+    with torch.no_grad():
+        if how == "copy":
+            p.mul_(0.5)
+        elif how == "data":
+            p.data = p.data * 0.5
+        else:
+            both.made.load_state_dict({k: v * 0.5 for k, v in both.plain.state_dict().items()})
+    both.ours.step()
+    assert len(watch.flips) == (0 if how == "load" else num_units(both.made) - 1)
+    with pytest.raises(StepError, match="were written while updates"):
+        both.made(**both.batch)
+    both.made.lohan.close()
+
+
+def test_what_is_refused_between_backward_and_step(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forwards and states; the step goes on after that."""
+    both = Pair(hw, monkeypatch)
+    both.both()
+    backward(both.made, both.batch)
+    saved = both.its.optimizer.state_dict()
+    for ask in (
+        lambda: both.made(**both.batch),
+        both.ours.optimizer.state_dict,
+        lambda: both.ours.optimizer.load_state_dict(saved),
+        lambda: lohan_fx.save(both.made, "nowhere"),
+    ):
+        with torch.no_grad(), pytest.raises(StepError, match=r"optimizer\.step"):
+            ask()
+    both.ours.step()
+    step(both.plain, both.its, both.inputs)
+    both.check()
+    both.close()
+
+
+# -- what users hold -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["state_dict", "array", "detached", "view"])
+def test_memory_that_is_held_shows_the_new_weights(
+    what: str, watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the same address; units go on with second copies when nobody looks any more."""
+    both = Pair(hw, monkeypatch)
+    both.both()
+    both.both()
+    names = dict(both.made.named_parameters())
+    held: dict[str, Any] = {
+        "state_dict": both.made.state_dict,
+        "array": lambda: {k: p.detach().numpy() for k, p in names.items()},
+        "detached": lambda: {k: p.detach() for k, p in names.items()},
+        "view": lambda: {k: p.detach().view(-1) for k, p in names.items()},
+    }[what]()
+    places = {k: p.data_ptr() for k, p in names.items()}
+    watch.flips.clear()
+    for _ in range(2):
+        both.both()
+        both.made.lohan.sync()
+        for key, wanted in both.plain.named_parameters():
+            found = torch.as_tensor(held[key])
+            assert identical(found.view(wanted.shape), wanted)
+            assert found.data_ptr() == names[key].data_ptr() == places[key]
+    assert not watch.flips
+    del held, found
+    both.both()
+    assert len(watch.flips) == num_units(both.made)
+    both.check()
+    both.close()
+
+
+def test_a_unit_that_is_held_alone(
+    watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Pair(hw, monkeypatch)
+    both.both()
+    held = next(iter(both.made.parameters())).detach()
+    watch.flips.clear()
+    both.both()
+    assert len(watch.flips) == num_units(both.made) - 1
+    both.made.lohan.sync()
+    assert identical(held, next(iter(both.plain.parameters())))
+    both.close()
+
+
+@pytest.mark.parametrize("how", ["copy", "load", "checkpoint"])
+def test_what_is_held_when_weights_are_written(
+    how: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A kept state_dict() goes on showing the parameters, as in plain PyTorch."""
+    both = Pair(hw, monkeypatch)
+    both.both()
+    lohan_fx.save(both.made, tmp_path / "checkpoint")
+    held = both.made.state_dict()
+    with torch.no_grad():
+        for side in (both.made, both.plain):
+            if how == "copy":
+                for p in side.parameters():
+                    p.mul_(0.5)
+            elif how == "load":
+                side.load_state_dict({k: v * 0.5 for k, v in side.state_dict().items()})
+    if how == "checkpoint":
+        lohan_fx.load(both.made, tmp_path / "checkpoint")
+    for _ in range(2):
+        both.both()
+        both.made.lohan.sync()
+        for key, wanted in both.plain.named_parameters():
+            assert identical(held[key], wanted)
+    both.close()
+
+
+def test_states_that_are_held_show_the_new_ones(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kept optimizer.state_dict() shows moments as they are, as in plain PyTorch."""
+    both = Pair(hw, monkeypatch)
+    both.both()
+    held = both.ours.optimizer.state_dict()["state"]
+    for _ in range(2):
+        both.both()
+        both.made.lohan.sync()
+        for key, values in both.its.optimizer.state_dict()["state"].items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert identical(held[key][name], values[name])
+    both.close()
+
+
+# -- states come and go ----------------------------------------------------------------------------
+
+
+def test_states_are_loaded_between_steps(
+    watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into whichever copy counts then."""
+    both = Pair(hw, monkeypatch)
+    kept = []
+    for k in range(5):
+        both.both()
+        both.check()
+        if k < 2:
+            kept.append(
+                (
+                    {n: v.clone() for n, v in both.plain.state_dict().items()},
+                    torch.optim.Adam(make("mlp")[0].parameters()).state_dict() if not k else None,
+                )
+            )
+        if k == 2:
+            weights, state = kept[0]
+            for model, training in ((both.made, both.ours), (both.plain, both.its)):
+                model.load_state_dict(weights)
+                assert state is not None
+                training.optimizer.load_state_dict(state)
+    assert len(watch.flips) == 5 * num_units(both.made)
+    both.close()
+
+
+@pytest.mark.parametrize("num_steps", [2, 3])
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_a_resumed_run_is_the_same_run(
+    dtype: Any,
+    num_steps: int,
+    watch: Watch,
+    hw: HardwareProfile,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """From either copy; into the model that was saved, and into another one."""
+    both = Pair(hw, monkeypatch, dtype=dtype)
+    for _ in range(num_steps):
+        step(both.made, both.ours, both.batch)
+    lohan_fx.save(both.made, tmp_path / "checkpoint")
+    wanted = [step(both.made, both.ours, both.batch) for _ in range(3)]
+    other = Pair(hw, monkeypatch, dtype=dtype)
+    for each in (both, other):
+        lohan_fx.load(each.made, tmp_path / "checkpoint")
+        found = [step(each.made, each.ours, each.batch) for _ in range(3)]
+        assert all(map(identical, found, wanted))
+    assert watch.flips
+    weights = [p.detach().clone() for p in both.made.parameters()]
+    assert all(map(identical, other.made.parameters(), weights))
+    for each in (both, other):
+        each.made.lohan.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("swap-all", "host"), ("keep-all", "device")),
+        (("swap-all", "device"), ("keep-all", "host")),
+    ],
+    ids=["to the device", "to the host"],
+)
+@pytest.mark.usefixtures("judged")
+def test_units_that_move(first: Any, second: Any, watch: Watch, tmp_path: Path) -> None:
+    """Units that come to the host are tried from then on, others no more. (`trained` compares with
+    plain PyTorch.)"""
+    model, inputs = trained(
+        tmp_path, Turns(first, second), "mlp", schedule="speculative", clip_grad_norm=NEVER
+    )
+    assert model.lohan.refined is not None
+    assert model.lohan.refined.moved
+    watch.flips.clear()
+    backward(model, inputs)
+    model.lohan.optimizer.step()  # type: ignore[union-attr]
+    on_host = [name for name, tier in tiers(model).items() if tier == "host"]
+    assert sorted(watch.flips) == sorted(on_host)
+    model.lohan.close()
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def test_backward_that_fails_after_trials(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch, watch: Watch
+) -> None:
+    """The step has never been: weights and states are those before, and the next one is right."""
+    both = Pair(hw, monkeypatch)
+    for _ in range(2):
+        both.both()
+    emit, calls = Updater.emit, itertools.count(1)
+    last = num_units(both.made)
+
+    def fail(*args: Any) -> None:
+        if next(calls) == last:
+            settled(both.made)
+            raise InjectedError
+        emit(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "emit", fail)
+        with pytest.raises(InjectedError):
+            backward(both.made, both.batch)
+    assert not updater_of(both.made).torn
+    both.ours.optimizer.zero_grad()
+    both.check()
+    watch.flips.clear()
+    for _ in range(2):
+        both.both()
+        both.check()
+    assert len(watch.flips) == 2 * num_units(both.made)
+    both.close()
+
+
+def test_a_trial_that_fails(
+    watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its unit is updated where it is; the others' trials count."""
+    both = Pair(hw, monkeypatch)
+    both.both()
+    try_step, calls = UnitOptimizer.try_step, itertools.count()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 1:
+            raise InjectedError
+        return try_step(*args, **kwargs)
+
+    watch.flips.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(UnitOptimizer, "try_step", fail)
+        backward(both.made, both.batch)
+        settled(both.made)
+        both.ours.step()
+    step(both.plain, both.its, both.inputs)
+    assert len(watch.flips) == num_units(both.made) - 1
+    both.check()
+    both.close()
+
+
+def test_a_trial_that_fails_when_it_counts(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then it is an update that fails: others took the step, and the model says so."""
+    both = Pair(hw, monkeypatch)
+    both.both()
+    stepped = threading.Event()
+    try_step = UnitOptimizer.try_step
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        assert stepped.wait(timeout=30)
+        if kwargs.get("hyperparameters") is not None and next(calls) == 1:
+            raise InjectedError
+        return try_step(*args, **kwargs)
+
+    calls = itertools.count()
+    monkeypatch.setattr(UnitOptimizer, "try_step", late)
+    backward(both.made, both.batch)
+    both.ours.optimizer.step()
+    stepped.set()
+    with pytest.raises(InjectedError):
+        both.made.lohan.sync()
+    with pytest.raises(StepError, match=r"between two steps: .* took the step"):
+        both.made(**both.batch)
+    both.made.lohan.close()
+
+
+def test_trials_that_end_after_the_step(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is accepted before it has ended is waited for: by forward, state_dict() and sync()."""
+    both = Pair(hw, monkeypatch)
+    both.both()
+    try_step = UnitOptimizer.try_step
+    stepped = threading.Event()
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        assert stepped.wait(timeout=30)
+        return try_step(*args, **kwargs)
+
+    monkeypatch.setattr(UnitOptimizer, "try_step", late)
+    for ask in (both.made.lohan.sync, both.made.state_dict, lambda: None):
+        stepped.clear()
+        backward(both.made, both.batch)
+        both.ours.step()
+        assert any(not t.done() for t in updater_of(both.made)._jobs)
+        stepped.set()
+        ask()
+        step(both.plain, both.its, both.inputs)
+    stepped.set()
+    both.both()
+    both.check()
+    both.close()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("place", [0.02, 0.3, 0.5, 0.7, 0.9])
+def test_an_interrupt_in_the_step(
+    place: float, clips: bool, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """optimizer.step() is called again, and takes it up; or there has been no step at all."""
+    sweep(hw, monkeypatch, clips, lambda count: [1 + int(place * count)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clips", [False, True])
+def test_an_interrupt_at_every_place_of_the_step(
+    clips: bool, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep(hw, monkeypatch, clips, lambda count: range(1, count + 10))
+
+
+def sweep(
+    hw: HardwareProfile,
+    patch: pytest.MonkeyPatch,
+    clips: bool,
+    places: Callable[[int], Any],
+) -> None:
+    both = Pair(hw, patch, clip_grad_norm=1e-3 if clips else NEVER)
+
+    def plainly() -> None:
+        backward(both.plain, both.inputs)
+        clip_grad_norm_(both.plain.parameters(), 1e-3 if clips else NEVER)
+        both.its.step()
+
+    def ours(at: int) -> int:
+        trials = updater_of(both.made).trials if both.made.lohan.memory else None
+        if trials is not None:
+            trials._clipped = False  # try each time
+        backward(both.made, both.batch)
+        with interrupted(at) as counted, suppress(KeyboardInterrupt):
+            both.ours.optimizer.step()
+        if updater_of(both.made).pending:
+            both.ours.optimizer.step()
+        both.ours.optimizer.zero_grad()
+        pairs = zip(both.made.parameters(), both.plain.parameters(), strict=True)
+        if not all(map(identical, *zip(*pairs, strict=True))):
+            plainly()  # else all of it was dropped before the first unit was updated
+        try:
+            both.check()
+        except BaseException as error:
+            error.add_note(f"after an interrupt at place {at}, {counted.place}")
+            raise
+        return counted.count
+
+    ours(0)
+    count = ours(0)
+    assert count > 50
+    steps = 2 + sum(bool(ours(at)) for at in places(count))
+    (taken,) = {int(s["step"]) for s in both.its.optimizer.state_dict()["state"].values()}
+    assert steps - taken < 3
+    both.close()
+
+
+@pytest.mark.parametrize("when", ["trials run", "trials have ended", "accepted"])
+def test_close_in_the_middle(
+    when: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between backward and step the model is what it was before; after it, the step is taken."""
+    gc.collect()
+    before = {t for t in threading.enumerate() if t.name.startswith("lohan_fx")}
+    both = Pair(hw, monkeypatch)
+    for _ in range(2):
+        both.both()
+    run, going = UnitOptimizer._update, threading.Event()
+
+    def slow(unit: UnitOptimizer, *args: Any, **kwargs: Any) -> None:
+        run(unit, *args, **kwargs)
+        if when != "trials have ended":  # its scalars are those of the step that is tried
+            going.set()
+            threading.Event().wait(0.05)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnitOptimizer, "_update", slow)
+        backward(both.made, both.batch)
+        if when == "accepted":
+            both.ours.step()
+            step(both.plain, both.its, both.inputs)
+        elif when == "trials run":
+            assert going.wait(timeout=30)
+        else:
+            settled(both.made)
+        both.close()
+    gc.collect()
+    assert {t for t in threading.enumerate() if t.name.startswith("lohan_fx")} <= before
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+def needs(model: nn.Module) -> dict[str, int]:
+    program = model.lohan.program()  # type: ignore[union-attr]
+    return footprint.host_bytes_needed(program.workload, program.plan)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_planned_host_memory_is_what_is_allocated(
+    dtype: Any, accumulate: int, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Second copies of all host units, without what gradients add up in."""
+    both = Pair(hw, monkeypatch, dtype=dtype, accumulate=accumulate)
+    both.made.lohan.prepare(**both.batch)
+    memory, need = both.made.lohan.memory, needs(both.made)
+    assert memory is not None
+    assert sum(arena.num_bytes for arena in memory.spares) == need["spares"] > 0
+    assert memory.arena is not None
+    assert memory.arena.num_bytes == need["units"]
+    both.made.lohan.close()
+
+
+def test_without_room_it_is_deferred(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is the default; who asks for it by name is told what lacks."""
+    remember_captures(monkeypatch, "mlp")
+
+    def prepared(**options: Any) -> Any:
+        model, inputs = make("mlp")
+        optimizer = training_of("adam", model).optimizer
+        made = compiled(model, optimizer, hw, strategy="keep-all", states="host", **options)
+        made.lohan.prepare(**inputs)
+        return made
+
+    made = prepared(clip_grad_norm=1.0)
+    assert made.plan.schedule == "speculative"
+    need = needs(made)
+    made.lohan.close()
+    room = {"device": "1GiB", "host": sum(need.values()) - 1, "ssd": "1GiB"}
+    made = prepared(clip_grad_norm=1.0, memory=room)
+    assert made.plan.schedule == "deferred"
+    assert needs(made)["spares"] == 0
+    assert not made.lohan.memory.spares
+    assert {s.tier for s in made.lohan.memory.states.units} == {"host"}
+    made.lohan.close()
+    with pytest.raises(InsufficientMemoryError):
+        prepared(schedule="speculative", memory=room)
+    made = prepared(skip_nonfinite=True, memory={**room, "host": sum(need.values())})
+    assert made.plan.schedule == "speculative"
+    made.lohan.close()
+
+
+def test_kept_gradients_are_refused(hw: HardwareProfile) -> None:
+    """They are the user's until optimizer.step()."""
+    model, _ = make("mlp")
+    optimizer = training_of("adam", model).optimizer
+    with pytest.raises(LohanError, match=r"'speculative' updates units before .*gradients='kept'"):
+        compiled(model, optimizer, hw, gradients="kept", schedule="speculative")
+
+
+def hand_made(tier: Any, schedule: Any) -> Simulation:
+    """Two units; 1 s of forward, 1 s of backward for each; copies of 1 chunk, states of 2."""
+    units = [make_unit(f"u{k}", params=1, compute=1, states=2) for k in range(2)]
+    ops = [("f0", 1.0, "x", "a"), ("b1", 1.0, "a", "g.u1 d"), ("b0", 1.0, "d", "g.u0")]
+    w = make_workload(ops, {"g.u0": 1, "g.u1": 1}, units)
+    plans = {
+        f"u{k}": UnitPlan(
+            tier=tier,
+            emit_after=f"b{k}",
+            release_gradients_after=None if tier == "device" else f"b{k}",
+        )
+        for k in range(2)
+    }
+    return simulate(w, make_the_plan(w, units=plans, schedule=schedule), machine(d2h=2.0))
+
+
+def test_host_units_take_as_long_as_with_overlapped_updates() -> None:
+    found, wanted = hand_made("host", "speculative"), hand_made("host", "overlapped")
+    assert found.step_s == wanted.step_s < hand_made("host", "deferred").step_s
+    assert spans(found, "cpu") == spans(wanted, "cpu")
+
+
+@pytest.mark.parametrize("tier", ["device", "ssd"])
+def test_other_units_take_as_long_as_with_deferred_updates(tier: str) -> None:
+    found, wanted = hand_made(tier, "speculative"), hand_made(tier, "deferred")
+    assert (found.step_s, found.optimizer_s) == (wanted.step_s, wanted.optimizer_s)
+    for lane in ("gpu", "cpu", "ssd"):
+        assert spans(found, lane) == spans(wanted, lane)  # type: ignore[arg-type]
+    if tier == "device":
+        ends = [end for kind, _, _, end in spans(found, "gpu") if kind != "update"]
+        begins = [start for kind, _, start, _ in spans(found, "gpu") if kind == "update"]
+        assert min(begins) >= max(ends)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    workload=workloads(),
+    strategy=st.sampled_from(("swap-all", "random", "recompute-all")),
+    states=st.sampled_from(("auto", "host")),
+)
+def test_programs_are_those_of_deferred_updates(
+    workload: Workload, strategy: str, states: Any
+) -> None:
+    """The same instructions; and of host memory the second copies more, which fit the budget."""
+    plans = {}
+    for schedule in ("speculative", "deferred"):
+        options = PlannerOptions(schedule=schedule, states=states)  # type: ignore[arg-type]
+        plans[schedule] = make_plan(strategy, workload, small_hardware(), budget(), options)
+    found, wanted = plans["speculative"], plans["deferred"]
+    if found.units == wanted.units and found.residuals == wanted.residuals:
+        assert lower(workload, found).instructions == lower(workload, wanted).instructions
+    need = footprint.host_bytes_needed(workload, found)
+    tiers_of_units = footprint.tiers_of(found)
+    assert need["spares"] == sum(
+        footprint.spare_bytes(u, tiers_of_units[u.name], "speculative") for u in workload.units
+    )
+    assert sum(need.values()) <= budget().host_bytes
