@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from lohan_fx.cost_model import CostOptions
@@ -61,6 +61,10 @@ class PlannerOptions:
         for unit, tier in (self.fixed_units or {}).items():
             if tier not in TIERS:
                 raise PlanError(f"fixed_units[{unit!r}] {tier!r} is none of {', '.join(TIERS)}")
+
+    def with_copies(self) -> PlannerOptions:
+        """The options of a strategy that lets copies live in host memory if it may choose."""
+        return replace(self, copies="host") if self.copies == "auto" else self
 
     @property
     def update_schedule(self) -> Schedule:

@@ -190,6 +190,18 @@ def copies_that_fit(
     return frozenset(found)
 
 
+def sure_copies(
+    workload: Workload, budget: MemoryBudget, options: PlannerOptions, tiers: Mapping[str, Tier]
+) -> frozenset[str]:
+    """SSD units whose copies will be in host memory whatever is swapped."""
+    if options.fixed_copies is not None:
+        return frozenset(options.fixed_copies)
+    if options.copies != "host" or options.swap_to != "ssd":
+        return frozenset()
+    sizes = [workload.values[v].num_bytes for v in workload.residuals]
+    return copies_that_fit(workload, budget, options, tiers, (), sizes)
+
+
 def check_capacity(workload: Workload, plan: Plan, budget: MemoryBudget) -> None:
     """Raise `InsufficientMemoryError` if the plan needs more host or SSD memory than there is."""
     needs: tuple[tuple[Tier, dict[str, int], int], ...] = (
