@@ -49,7 +49,7 @@ def train(
     return found, model, training.optimizer
 
 
-MORE = (("gpt2", 2), ("llama", 1), ("frozen", 1), ("tied", 2), ("resnet", 1))
+MORE = (("gpt2", 2), ("llama", 1), ("frozen", 1), ("tied", 2), ("shared", 1))
 """Models, and which units have copies."""
 
 
