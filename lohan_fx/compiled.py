@@ -420,13 +420,16 @@ class CompiledModel:
             if given is not None and given.workload == workload.name:
                 self._check_given(given, workload)
                 return given
-            fixed = None
+            planner = options.planner
         else:
-            fixed = {u.unit.name: u.tier for u in self.memory.states.units}
-        with self._stage("plan"):
-            return self._fitting_plan(
-                workload, options.hw, dataclasses.replace(options.planner, fixed_units=fixed)
+            states = self.memory.states
+            planner = dataclasses.replace(
+                options.planner,
+                fixed_units={u.unit.name: u.tier for u in states.units},
+                fixed_copies=states.copies,
             )
+        with self._stage("plan"):
+            return self._fitting_plan(workload, options.hw, planner)
 
     def _fitting_plan(
         self, workload: Workload, hw: HardwareProfile, planner: PlannerOptions
@@ -622,7 +625,8 @@ class CompiledModel:
         )
         try:
             layout = Layout()
-            region = layout.reserve(footprint.host_bytes_needed(workload, plan)["units"], "units")
+            need = footprint.host_bytes_needed(workload, plan)
+            region = layout.reserve(need["units"] + need["compute copies"], "units")
             if layout.total_bytes:
                 memory.arena = Arena(layout.total_bytes, pin=pin, locker=locker)
             ssd_bytes = footprint.ssd_bytes_needed(workload, plan)["units"]
@@ -644,6 +648,7 @@ class CompiledModel:
                 region,
                 memory.file,
                 self.source,
+                footprint.host_copies(plan),
             )
             if self.masters and self.source is not None:
                 memory.states.write(self.source.stream(self.model, self.masters), self.masters)
@@ -676,7 +681,8 @@ class CompiledModel:
             )
             for tier in ("host", "ssd")
         }
-        rings["state ring"] = footprint.state_ring(workload.units, tiers, plan.schedule)
+        copies = footprint.host_copies(plan)
+        rings["state ring"] = footprint.state_ring(workload.units, tiers, plan.schedule, copies)
         rings["staging"] = footprint.staging_of(workload, plan)
         buffers = {name: (r.count, r.total_bytes) for name, r in rings.items() if r.count}
         for unit in workload.units:
@@ -837,7 +843,10 @@ class CompiledModel:
         """A plan for what was measured, if it is worth it; seconds a step of both. Units stay on
         SSD, or off it: there may be no room, and moving them takes longer than it saves."""
         on_ssd: dict[str, Tier] = {u: "ssd" for u, p in plan.units.items() if p.tier == "ssd"}
-        options = dataclasses.replace(self.options.planner, fixed_units=on_ssd or None)
+        copies = footprint.host_copies(plan)
+        options = dataclasses.replace(
+            self.options.planner, fixed_units=on_ssd or None, fixed_copies=copies
+        )
         before_s = simulate(measured.workload, plan, measured.hw).step_s
         try:
             found = self._fitting_plan(measured.workload, measured.hw, options)

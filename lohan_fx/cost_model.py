@@ -7,10 +7,11 @@ the device, each direction of the link, the SSDs (simplex: reads and writes add 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from lohan_fx.errors import HardwareError
+from lohan_fx.footprint import update_write_bytes
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import WAITING, Schedule, Tier
 from lohan_fx.workload import Unit, Workload
@@ -271,11 +272,14 @@ def iteration_time(
     )
 
 
-def state_demand(units: Iterable[Unit], tiers: Mapping[str, Tier]) -> Demand:
+def state_demand(
+    units: Iterable[Unit], tiers: Mapping[str, Tier], copies: Collection[str] = ()
+) -> Demand:
     """The part of a demand that optimizer updates make, by the tier of each unit.
 
     Units in host memory have no SSD terms; device-resident units cross nothing; frozen units
-    are never updated or written back.
+    are never updated or written back. `copies` are SSD units whose compute copies are in host
+    memory.
     """
     trainable = [u for u in units if u.trainable]
     ssd = [u for u in trainable if tiers[u.name] == "ssd"]
@@ -284,26 +288,30 @@ def state_demand(units: Iterable[Unit], tiers: Mapping[str, Tier]) -> Demand:
     return Demand(
         gradient_bytes=sum(u.gradient_bytes for u in moved),
         ssd_state_read_bytes=sum(u.update_read_bytes for u in ssd),
-        ssd_state_write_bytes=sum(u.update_write_bytes for u in ssd),
+        ssd_state_write_bytes=sum(update_write_bytes(u, copies) for u in ssd),
         num_cpu_params=sum(u.num_params for u in moved),
         device_update_bytes=sum(u.device_update_bytes for u in resident),
     )
 
 
 def unit_demand(
-    workload: Workload, tiers: Mapping[str, Tier], fetches: Mapping[str, tuple[int, int]]
+    workload: Workload,
+    tiers: Mapping[str, Tier],
+    fetches: Mapping[str, tuple[int, int]],
+    copies: Collection[str] = (),
 ) -> Demand:
     """A demand with everything but activations filled in.
 
     `fetches` has for each unit how often its compute copy comes in during forward and during
-    backward (once each in the paper).
+    backward (once each in the paper); `copies` are SSD units whose compute copies come from host
+    memory.
     """
     moved = [u for u in workload.units if tiers[u.name] != "device"]
-    ssd = [u for u in moved if tiers[u.name] == "ssd"]
+    ssd = [u for u in moved if tiers[u.name] == "ssd" and u.name not in copies]
     forward = [op for op in workload.ops if op.phase == "forward"]
     backward = [op for op in workload.ops if op.phase == "backward"]
     return replace(
-        state_demand(workload.units, tiers),
+        state_demand(workload.units, tiers, copies),
         forward_flops=workload.forward_flops,
         backward_flops=workload.backward_flops,
         forward_s=sum(op.seconds for op in forward),

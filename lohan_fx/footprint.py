@@ -35,9 +35,17 @@ class Ring:
         return self.count * self.num_bytes
 
 
-def unit_bytes(unit: Unit) -> int:
-    """Bytes of a unit at rest in host memory or on SSD: compute copy and states, aligned."""
-    return align(unit.compute_bytes) + align(unit.state_bytes)
+def unit_bytes(unit: Unit, *, copy: bool = True) -> int:
+    """Bytes of a unit at rest in host memory or on SSD: compute copy and states, aligned.
+
+    `copy`: whether the compute copy lies with its states (`host_copies`).
+    """
+    return (align(unit.compute_bytes) if copy else 0) + align(unit.state_bytes)
+
+
+def update_write_bytes(unit: Unit, copies: Collection[str] = ()) -> int:
+    """What an update writes to the SSD, if the unit is there."""
+    return unit.update_write_bytes - (unit.compute_bytes if unit.name in copies else 0)
 
 
 def spare_bytes(unit: Unit, tier: Tier, schedule: Schedule) -> int:
@@ -105,24 +113,38 @@ def gradient_bytes_needed(
     return sum(own) + sum(ring.total_bytes for ring in rings)
 
 
-def state_ring(units: Iterable[Unit], tiers: Mapping[str, Tier], schedule: Schedule) -> Ring:
+def state_ring(
+    units: Iterable[Unit],
+    tiers: Mapping[str, Tier],
+    schedule: Schedule,
+    copies: Collection[str] = (),
+) -> Ring:
     """Host buffers through which trainable SSD units pass while they are updated.
 
     Pipelined schedules read unit i−1, update i and write i+1 at once (LoHan §IV-C): three buffers
     of the largest unit. The others have one unit in flight.
     """
-    sizes = [unit_bytes(u) for u in _in_tier(units, tiers, "ssd") if u.trainable]
+    sizes = [
+        unit_bytes(u, copy=u.name not in copies)
+        for u in _in_tier(units, tiers, "ssd")
+        if u.trainable
+    ]
     if not sizes:
         return Ring()
     return Ring(count=3 if schedule in PIPELINED else 1, num_bytes=max(sizes))
 
 
-def staging(units: Iterable[Unit], tiers: Mapping[str, Tier], ssd_residuals: Iterable[int]) -> Ring:
+def staging(
+    units: Iterable[Unit],
+    tiers: Mapping[str, Tier],
+    ssd_residuals: Iterable[int],
+    copies: Collection[str] = (),
+) -> Ring:
     """Bounce buffers between SSD and device: 8 of at most 16 MiB, none without SSD traffic.
 
     `ssd_residuals` are the sizes in bytes of the residuals swapped to SSD.
     """
-    sizes = [u.compute_bytes for u in _in_tier(units, tiers, "ssd")]
+    sizes = [u.compute_bytes for u in _in_tier(units, tiers, "ssd") if u.name not in copies]
     sizes += ssd_residuals
     if not sizes:
         return Ring()
@@ -136,25 +158,29 @@ def host_breakdown(
     host_residuals: Iterable[int] = (),
     ssd_residuals: Iterable[int] = (),
     direct: Collection[str] = (),
+    copies: Collection[str] = (),
 ) -> dict[str, int]:
     """`host_bytes_needed` before there is a plan: residuals are given as sizes in bytes.
 
-    `direct` names the units whose gradients are written directly.
+    `direct` names the units whose gradients are written directly, `copies` the SSD units whose
+    compute copies are in host memory.
     """
     units = tuple(units)
     return {
         "units": sum(unit_bytes(u) for u in _in_tier(units, tiers, "host")),
         "spares": sum(spare_bytes(u, tiers[u.name], schedule) for u in units),
+        "compute copies": sum(align(u.compute_bytes) for u in units if u.name in copies),
         "gradients": gradient_bytes_needed(units, tiers, schedule, direct),
-        "state ring": state_ring(units, tiers, schedule).total_bytes,
-        "staging": staging(units, tiers, ssd_residuals).total_bytes,
+        "state ring": state_ring(units, tiers, schedule, copies).total_bytes,
+        "staging": staging(units, tiers, ssd_residuals, copies).total_bytes,
         "residuals": sum(align(size) for size in host_residuals),
     }
 
 
 def staging_of(workload: Workload, plan: Plan) -> Ring:
     """`staging` of a finished plan."""
-    return staging(workload.units, tiers_of(plan), _swapped(workload, plan, "ssd").values())
+    ssd_residuals = _swapped(workload, plan, "ssd").values()
+    return staging(workload.units, tiers_of(plan), ssd_residuals, host_copies(plan))
 
 
 def tiers_of(plan: Plan) -> dict[str, Tier]:
@@ -165,6 +191,11 @@ def tiers_of(plan: Plan) -> dict[str, Tier]:
 def direct_gradients(plan: Plan) -> frozenset[str]:
     """Units whose gradients the device writes to the host as they are made."""
     return frozenset(name for name, unit in plan.units.items() if unit.gradients == "direct")
+
+
+def host_copies(plan: Plan) -> frozenset[str]:
+    """SSD units whose compute copies are in host memory."""
+    return frozenset(name for name, unit in plan.units.items() if unit.copy_tier == "host")
 
 
 def _swapped(workload: Workload, plan: Plan, tier: Tier) -> dict[str, int]:
@@ -203,9 +234,9 @@ def host_bytes_needed(workload: Workload, plan: Plan) -> dict[str, int]:
     """Host bytes by purpose, page-aligned; their sum is what the runtime allocates.
 
     "units": compute copies and states of host units; "spares": their second copies, with schedule
-    "speculative"; "gradients": buffers that receive gradients; "state ring": buffers in which SSD
-    units are updated; "staging": bounce buffers of SSD traffic; "residuals": activations swapped to
-    host memory.
+    "speculative"; "compute copies": those of SSD units that are here; "gradients": buffers that
+    receive gradients; "state ring": buffers in which SSD units are updated; "staging": bounce
+    buffers of SSD traffic; "residuals": activations swapped to host memory.
     """
     return host_breakdown(
         workload.units,
@@ -214,13 +245,15 @@ def host_bytes_needed(workload: Workload, plan: Plan) -> dict[str, int]:
         _swapped(workload, plan, "host").values(),
         _swapped(workload, plan, "ssd").values(),
         direct_gradients(plan),
+        host_copies(plan),
     )
 
 
 def ssd_bytes_needed(workload: Workload, plan: Plan) -> dict[str, int]:
     """SSD bytes by purpose: "units" at rest and swapped "residuals", page-aligned."""
     units = _in_tier(workload.units, tiers_of(plan), "ssd")
+    copies = host_copies(plan)
     return {
-        "units": sum(unit_bytes(u) for u in units),
+        "units": sum(unit_bytes(u, copy=u.name not in copies) for u in units),
         "residuals": sum(align(size) for size in _swapped(workload, plan, "ssd").values()),
     }

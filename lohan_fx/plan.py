@@ -23,6 +23,7 @@ Action = Literal["keep", "swap", "recompute"]
 Schedule = Literal["serial", "naive", "optimized", "overlapped", "deferred", "speculative"]
 Access = Literal["fetch", "direct"]
 Emission = Literal["copy", "direct"]
+CopyTier = Literal["host"]
 
 TIERS: tuple[Tier, ...] = ("device", "host", "ssd")
 SCHEDULES: tuple[Schedule, ...] = (
@@ -97,6 +98,9 @@ class UnitPlan:
     it lies, in host memory, over the link (MemFerry's direct host access).
     `gradients` "direct": the device writes each gradient to the host as soon as it is made, and
     frees it; nothing is left to copy when they are emitted.
+    `copy_tier` "host" (SSD tier, and units with a master beside their compute copy only): the
+    compute copy lives in host memory. So it is fetched from there, and an update writes all but it
+    to the SSD. None: it lives with the states.
     """
 
     tier: Tier
@@ -105,9 +109,15 @@ class UnitPlan:
     release_gradients_after: str | None = None
     access: Access = "fetch"
     gradients: Emission = "copy"
+    copy_tier: CopyTier | None = None
+
+    @property
+    def fetch_tier(self) -> Tier:
+        """Where the compute copy lives."""
+        return self.copy_tier or self.tier
 
 
-_UNIT_DEFAULTS: Mapping[str, Any] = {"access": "fetch", "gradients": "copy"}
+_UNIT_DEFAULTS: Mapping[str, Any] = {"access": "fetch", "gradients": "copy", "copy_tier": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +160,10 @@ class Plan:
         actions = collections.Counter(
             r.action if r.action != "swap" else f"swap to {r.tier}" for r in self.residuals.values()
         )
-        tiers = collections.Counter(u.tier for u in self.units.values())
+        tiers = collections.Counter(
+            u.tier if u.copy_tier is None else f"{u.tier} with copies in {u.copy_tier} memory"
+            for u in self.units.values()
+        )
         p = self.prediction
         sizes = {
             "device peak": p.peak_device_bytes,

@@ -314,6 +314,11 @@ class _Lowering:
                     f"unit {unit.name} is in the {p.tier} tier: only host memory can be read "
                     "directly"
                 )
+            if p.copy_tier is not None and (p.tier != "ssd" or not unit.has_separate_copy):
+                raise PlanError(
+                    f"the compute copy of unit {unit.name} cannot live in {p.copy_tier} memory: "
+                    "that is for units in the ssd tier, with a master beside their copy"
+                )
             if p.tier == "device":
                 continue
             spans = []
@@ -331,7 +336,7 @@ class _Lowering:
                         name=name,
                         phase=self.phase(issue),
                         births=((name, unit.compute_bytes),),
-                        tier=p.tier,
+                        tier=p.fetch_tier,
                         num_bytes=unit.compute_bytes,
                     )
                 )

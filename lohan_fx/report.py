@@ -106,7 +106,8 @@ def plan_table(workload: Workload, plan: Plan) -> Table:
     for unit in workload.units:
         where = plan.units[unit.name]
         direct = ", direct" if where.access == "direct" else ""
-        states.setdefault(unit.block, {})[where.tier + direct] = None
+        copy = f", copy {where.copy_tier}" if where.copy_tier else ""
+        states.setdefault(unit.block, {})[where.tier + direct + copy] = None
         sizes.setdefault(unit.block, {})
 
     def cells(block: str) -> tuple[str, ...]:

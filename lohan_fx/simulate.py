@@ -25,10 +25,12 @@ from lohan_fx.footprint import (
     gradient_ring,
     has_own_buffer,
     host_bytes_needed,
+    host_copies,
     ssd_bytes_needed,
     staging_of,
     state_ring,
     tiers_of,
+    update_write_bytes,
 )
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import LATE, PIPELINED, WAITING, WHOLE, Plan, Tier
@@ -354,6 +356,7 @@ class _Updates:
         self.eager = transfers.rules.eager_reads
         self.tiers = tiers_of(plan)
         self.direct = direct_gradients(plan)
+        self.copies = host_copies(plan)
         units = workload.units
         self.rings = {
             tier: Ring(
@@ -361,7 +364,7 @@ class _Updates:
             )
             for tier in ("host", "ssd")
         }
-        self.states = Ring(clock, state_ring(units, self.tiers, plan.schedule).count)
+        self.states = Ring(clock, state_ring(units, self.tiers, plan.schedule, self.copies).count)
         self.counts = True
         self._worker = Worker(clock)
         self._order: deque[Unit] = deque()
@@ -473,14 +476,15 @@ class _Updates:
         yield end
         self.record.add("cpu", start, end, self._label(unit, "update"))
         fresh = self._fresh.get(unit.name)
+        in_host = not on_ssd or unit.name in self.copies
+        if fresh is not None and in_host:
+            self.clock.fire(fresh)
         if not on_ssd:
-            if fresh is not None:
-                self.clock.fire(fresh)
             return
         label = self._label(unit, "write_states")
-        written = self.transfers.write(unit.update_write_bytes, label)
+        written = self.transfers.write(update_write_bytes(unit, self.copies), label)
         written.then(self.states.release)
-        if fresh is not None:
+        if fresh is not None and not in_host:
             written.then(partial(self.clock.fire, fresh))
         if self.schedule in PIPELINED:
             self._ends.append(written)

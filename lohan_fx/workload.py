@@ -98,6 +98,12 @@ class Unit:
         return bool(self.gradients)
 
     @property
+    def has_separate_copy(self) -> bool:
+        """Whether the compute copy is one of a master that is kept beside it, so that the two can
+        live in different tiers."""
+        return not self.own_master and self.state_bytes > 0
+
+    @property
     def update_read_bytes(self) -> int:
         """What an update must read of the unit's states."""
         return self.state_bytes + (self.compute_bytes if self.own_master else 0)

@@ -43,6 +43,7 @@ from tests.faults import Fault, Faults, interrupted
 from tests.models import loss_of, make
 from tests.training import (
     Squeezed,
+    WithCopies,
     identical,
     remember_captures,
     training_of,
@@ -109,6 +110,34 @@ class Plain:
         )
 
 
+COPIES = "ssd, with copies in host memory"
+
+
+def with_copies(*states: str) -> Any:
+    """Schedules and where the states are. With copies, in the default suite, one schedule only:
+    its fetches wait for less than an update's write."""
+    rows = [(schedule, where) for where in states for schedule in SCHEDULES]
+    slow = [(schedule, COPIES) for schedule in SCHEDULES if schedule != "overlapped"]
+    return pytest.mark.parametrize(
+        ("schedule", "where"),
+        [
+            *rows,
+            ("overlapped", COPIES),
+            *(pytest.param(*row, marks=pytest.mark.slow) for row in slow),
+        ],
+    )
+
+
+class Mixed(Plain):
+    """The run in mixed precision, with the states in host memory."""
+
+    def __init__(self, name: str, hw: HardwareProfile) -> None:
+        super().__init__(name)
+        self.model = lohan_fx.compile(
+            self.model, hw=hw, optimizer=self.optimizer, states="host", swap_to="host", dtype="bf16"
+        )
+
+
 _plain: dict[str, Plain] = {}
 
 
@@ -120,7 +149,11 @@ class Run:
     ) -> None:
         remember_captures(patch, name)
         self.name = name
-        self.plain = _plain.setdefault(name, Plain(name))
+        if options.get("states") == COPIES:
+            self.plain = _plain.setdefault(f"{name}, bf16", Mixed(name, hw))
+            options.update(states="ssd", strategy=WithCopies(), dtype="bf16")
+        else:
+            self.plain = _plain.setdefault(name, Plain(name))
         model, self.inputs = make(name)
         self.optimizer = training_of("adam", model).optimizer
         options = {
@@ -258,19 +291,18 @@ def sweep_interrupts(run: Run, num_places: int, seed: int) -> dict[str, int]:
     return outcomes
 
 
-@pytest.mark.parametrize("states", TIERS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@with_copies(*TIERS)
 def test_an_interrupt_anywhere_in_a_step(
-    schedule: str, states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+    schedule: str, where: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(hw, monkeypatch, states=states, schedule=schedule)
+    run = Run(hw, monkeypatch, states=where, schedule=schedule)
     outcomes = sweep_interrupts(run, num_places=3, seed=0)
     assert outcomes.get("lost", 0) >= 1, outcomes
     run.close(hw)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize("states", [*TIERS, COPIES])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_interrupt_anywhere_in_a_step_often(
     schedule: str, states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
@@ -528,12 +560,14 @@ def assert_explains(error: StorageError, hw: HardwareProfile, code: int) -> None
     assert re.search("see dmesg|free some space", text)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_reads_fail(schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+@with_copies("ssd")
+def test_reads_fail(
+    schedule: str, where: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For good from the k-th of a step on, until the disk is back."""
     faults = Faults()
     faults.install(monkeypatch)
-    run = Run(hw, monkeypatch, schedule=schedule)
+    run = Run(hw, monkeypatch, states=where, schedule=schedule)
     run.good_step()
     before = faults.counts["preadv"]
     run.good_step()
@@ -562,14 +596,14 @@ def test_reads_fail(schedule: str, hw: HardwareProfile, monkeypatch: pytest.Monk
     run.close(hw)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@with_copies("ssd")
 def test_writes_fail(
-    schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    schedule: str, where: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """States that cannot be written stay in host memory: the run goes on, bit for bit."""
     faults = Faults()
     faults.install(monkeypatch)
-    run = Run(hw, monkeypatch, schedule=schedule, swap_to="host")
+    run = Run(hw, monkeypatch, states=where, schedule=schedule, swap_to="host")
     run.good_step()
     before = faults.counts["pwritev"]
     run.good_step()
@@ -664,13 +698,13 @@ def _fails(*_: Any) -> None:
     raise StorageError("injected")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@with_copies("ssd")
 def test_writes_fail_and_there_is_no_memory(
-    schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+    schedule: str, where: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = Faults()
     faults.install(monkeypatch)
-    run = Run(hw, monkeypatch, schedule=schedule, swap_to="host")
+    run = Run(hw, monkeypatch, states=where, schedule=schedule, swap_to="host")
     run.good_step()
     resources = Resources(run)
     monkeypatch.setattr(states, "available_host_bytes", lambda: 0)

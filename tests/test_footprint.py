@@ -66,6 +66,7 @@ def test_host_units() -> None:
     assert need == {
         "units": (7 + 14 + 5) * K,
         "spares": 0,
+        "compute copies": 0,
         "gradients": 2 * 2 * K,
         "state ring": 0,
         "staging": 0,
@@ -90,10 +91,22 @@ def test_ssd_units_pass_a_ring() -> None:
     assert staging(UNITS, tiers(a="host"), []) == Ring()
 
 
+def test_copies_in_host_memory_leave_ring_staging_and_file() -> None:
+    where = tiers(a="ssd", b="ssd", c="ssd")
+    some = host_breakdown(UNITS, where, "optimized", copies=["a", "c"])
+    assert some["compute copies"] == (1 + 3) * K
+    assert some["units"] == 0
+    assert state_ring(UNITS, where, "optimized", ["a", "c"]) == Ring(count=3, num_bytes=18 * K)
+    assert state_ring(UNITS, where, "optimized", ["a"]).num_bytes == 21 * K
+    assert staging(UNITS, where, [], ["a", "c"]).num_bytes == 2 * K
+    assert staging(UNITS, where, [], ["a", "b", "c"]) == Ring()
+    assert unit_bytes(UNITS[2], copy=False) == 18 * K
+
+
 @settings(max_examples=50, deadline=None)
 @given(workload=workloads(), seed=st.integers(0, 99), schedule=st.sampled_from(SCHEDULES))
 def test_plans_add_up(workload: Workload, seed: int, schedule: Any) -> None:
-    options = PlannerOptions(schedule=schedule)
+    options = PlannerOptions(schedule=schedule, copies="host")
     plan = make_plan(RandomPolicy(seed), workload, small_hardware(), budget(), options)
     host, ssd = host_bytes_needed(workload, plan), ssd_bytes_needed(workload, plan)
     for slots, need in ((host_slots, host), (ssd_slots, ssd)):
@@ -108,7 +121,10 @@ def test_plans_add_up(workload: Workload, seed: int, schedule: Any) -> None:
     assert swapped == set(host_slots(workload, plan)) | set(ssd_slots(workload, plan))
     assert all(n % K == 0 for n in (*host.values(), *ssd.values()))
     on_ssd = [u for u in workload.units if plan.units[u.name].tier == "ssd"]
-    assert ssd["units"] == sum(map(unit_bytes, on_ssd))
+    copies = {name for name, u in plan.units.items() if u.copy_tier == "host"}
+    assert ssd["units"] == sum(unit_bytes(u, copy=u.name not in copies) for u in on_ssd)
+    sizes = [align(u.compute_bytes) for u in on_ssd if u.name in copies]
+    assert host["compute copies"] == sum(sizes)
 
 
 def test_gpt_on_ssd_needs_little_host_memory() -> None:

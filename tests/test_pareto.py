@@ -412,13 +412,14 @@ def test_what_is_kept_counts_once(seed: int) -> None:
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 10**6),
-    states=st.sampled_from(("auto", "device", "host")),
+    states=st.sampled_from(("auto", "device", "host", "ssd")),
     schedule=st.sampled_from(SCHEDULES),
+    copies=st.sampled_from(("states", "host")),
 )
-def test_bound_holds_for_every_plan(seed: int, states: str, schedule: str) -> None:
+def test_bound_holds_for_every_plan(seed: int, states: Any, schedule: Any, copies: Any) -> None:
     """For every strategy and some random plans: the bound at exactly the memory that they use."""
     workload, hw = some_workload(seed), machine(seed)
-    options = PlannerOptions(states=states, schedule=schedule)  # type: ignore[arg-type]
+    options = PlannerOptions(states=states, schedule=schedule, copies=copies)
     models = [Model(workload, hw, options, by_value=by_value) for by_value in (False, True)]
     planners = [name for name in names() if name not in NOT_CANDIDATES]
     for planner in [*planners, *(RandomPolicy(k) for k in range(3))]:

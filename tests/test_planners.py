@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lohan_fx.errors import InsufficientMemoryError, PlanError
-from lohan_fx.footprint import host_breakdown, host_bytes_needed, ssd_bytes_needed
+from lohan_fx.footprint import align, host_breakdown, host_bytes_needed, ssd_bytes_needed
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import SCHEDULES, Action, Plan
 from lohan_fx.planners import (
@@ -43,6 +44,7 @@ every_option = st.builds(
     states=st.sampled_from(("auto", "device", "host", "ssd")),
     swap_to=st.sampled_from(("auto", "host", "ssd")),
     schedule=st.sampled_from(SCHEDULES),
+    copies=st.sampled_from(("states", "host")),
 )
 
 
@@ -249,6 +251,67 @@ def test_fixed_units_stay() -> None:
         make_plan("lohan", workload, HW, budget(), PlannerOptions(fixed_units={"no": "host"}))
 
 
+def copied(plan: Plan) -> list[str]:
+    return [name for name, unit in plan.units.items() if unit.copy_tier == "host"]
+
+
+def test_copies_fill_the_host_memory_that_is_left() -> None:
+    """Whoever may choose lets copies of units on SSD live there; systems of papers leave them where
+    they have them."""
+    workload = gpt_workload(layers=2)
+    on_ssd = PlannerOptions(states="ssd", swap_to="ssd")
+    every = list(workload.unit_by_name)
+    for strategy in STRATEGIES:
+        assert copied(make_plan(strategy, workload, HW, budget(), on_ssd)) == []
+        told = make_plan(strategy, workload, HW, budget(), replace(on_ssd, copies="host"))
+        assert copied(told) == every if strategy != "random" else set(copied(told)) < set(every)
+    for strategy in ("pareto", "lohan-resident"):
+        assert copied(make_plan(strategy, workload, HW, budget(), on_ssd)) == every
+        no = make_plan(strategy, workload, HW, budget(), replace(on_ssd, copies="states"))
+        assert copied(no) == []
+
+
+def test_copies_of_units_used_first_come_first() -> None:
+    workload = gpt_workload(layers=16)
+    options = PlannerOptions(states="ssd", swap_to="ssd", copies="host")
+    without = make_plan("lohan", workload, HW, budget(), replace(options, copies="states"))
+    units = workload.units[:4]
+    room = sum(align(u.compute_bytes) for u in units)
+    limit = budget(host=without.prediction.peak_host_bytes + room)
+    plan = make_plan("lohan", workload, HW, limit, options)
+    assert copied(plan) == [u.name for u in units]
+    traffic = sum((len(plan.units[u.name].windows) + 1) * u.compute_bytes for u in units)
+    before, after = without.prediction, plan.prediction
+    saved = before.ssd_read_bytes + before.ssd_write_bytes
+    assert saved - after.ssd_read_bytes - after.ssd_write_bytes == traffic
+
+
+def test_copies_take_no_room_from_what_is_swapped() -> None:
+    workload = gpt_workload(layers=4, hidden=64, batch=8)
+    options = PlannerOptions(states="ssd", swap_to="host")
+    before = make_plan("swap-all", workload, HW, budget(), options)
+    need = before.prediction.peak_host_bytes
+    args = ("swap-all", workload, HW, budget(host=need), replace(options, copies="host"))
+    assert make_plan(*args).residuals == before.residuals
+
+
+def test_copies_that_are_fixed_stay() -> None:
+    workload = gpt_workload(layers=2)
+    units = dict.fromkeys(workload.unit_by_name, "ssd")
+    options = PlannerOptions(fixed_units=units, fixed_copies=("embed", "h1"))  # type: ignore[arg-type]
+    for strategy in (*STRATEGIES, "pareto", "lohan-resident"):
+        assert copied(make_plan(strategy, workload, HW, budget(), options)) == ["embed", "h1"]
+
+
+def test_only_a_copy_of_something_leaves_its_states() -> None:
+    workload = mlp_workload()
+    units = tuple(replace(u, own_master=True) for u in workload.units)
+    options = PlannerOptions(states="ssd", copies="host")
+    for strategy in ("swap-all", "pareto"):
+        plan = make_plan(strategy, replace(workload, units=units), HW, budget(), options)
+        assert copied(plan) == []
+
+
 def test_states_spill_to_ssd_from_the_last_unit() -> None:
     workload = gpt_workload(layers=8, hidden=64)
     need = sum(u.compute_bytes + u.state_bytes for u in workload.units)
@@ -358,6 +421,7 @@ def test_unknown_options_are_refused() -> None:
     bad: list[tuple[dict[str, Any], str]] = [
         ({"states": "gpu"}, "states 'gpu' is none of auto, device, host, ssd"),
         ({"swap_to": "disk"}, "swap_to 'disk' is none of auto, host, ssd"),
+        ({"copies": "ssd"}, "copies 'ssd' is none of auto, states, host"),
         ({"schedule": "fast"}, "schedule 'fast' is none of auto, serial"),
         ({"fixed_units": {"u": "gpu"}}, r"fixed_units\['u'\] 'gpu' is none of device"),
     ]

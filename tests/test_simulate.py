@@ -465,6 +465,7 @@ every_option = st.builds(
     states=st.sampled_from(("auto", "device", "host", "ssd")),
     swap_to=st.sampled_from(("auto", "host", "ssd")),
     schedule=st.sampled_from(SCHEDULES),
+    copies=st.sampled_from(("states", "host")),
 )
 every_rule = st.builds(Rules, urgent_first=st.booleans(), eager_reads=st.booleans())
 strategies = st.sampled_from(("swap-all", "lohan", "random", "keep-all", "recompute-all"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -15,18 +16,19 @@ from lohan_fx.errors import PlanError
 from lohan_fx.plan import SCHEDULES, WAITING, FetchWindow, Plan
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.planners.random_policy import RandomPolicy
-from lohan_fx.program import Program, lower, regions_of, residency
+from lohan_fx.program import Program, lower, regions_of, residency, window_storage
 from lohan_fx.workload import Op, Value, Workload
 from tests.workloads import budget, gpt_workload, mlp_workload, small_hardware, workloads
 
 HW = small_hardware()
+EMIT = "emit_gradients"
 BEFORE = ("fetch_unit", "prefetch", "wait_unit", "host_view", "wait", "recompute")
 AFTER = ("offload", "release", "write_gradient", "emit_gradients", "release_gradients")
 INPUTS = ("input", "buffer", "constant", "parameter")
 
 
 def random_plan(workload: Workload, seed: int, schedule: Any = "optimized") -> Plan:
-    options = PlannerOptions(schedule=schedule)
+    options = PlannerOptions(schedule=schedule, copies="host")
     return make_plan(RandomPolicy(seed), workload, HW, budget(), options)
 
 
@@ -220,6 +222,29 @@ def test_canonical_order(workload: Workload, seed: int) -> None:
     assert counts["emit_gradients"] == sum(unit.trainable for unit in workload.units)
 
 
+@settings(max_examples=80, deadline=None)
+@given(workload=workloads(), seed=st.integers(0, 9999))
+def test_a_unit_is_fetched_from_where_its_copy_is(workload: Workload, seed: int) -> None:
+    plan = random_plan(workload, seed)
+    program, predicted = lower(workload, plan), plan.prediction
+    read = written = 0
+    for unit in workload.units:
+        p = plan.units[unit.name]
+        names = {window_storage(unit.name, k) for k in range(len(p.windows))}
+        fetched = [x for x in program.instructions if x.kind == "fetch_unit" and x.name in names]
+        assert {x.tier for x in fetched} <= {p.copy_tier or p.tier}
+        emitted = [x for x in program.instructions if (x.kind, x.name) == (EMIT, unit.name)]
+        assert {x.tier for x in emitted} <= {p.tier}
+        if p.tier == "ssd":
+            copy = unit.compute_bytes if p.copy_tier is None else 0
+            read += copy * len(p.windows) + unit.update_read_bytes * unit.trainable
+            written += (unit.state_bytes - unit.accumulator_bytes + copy) * unit.trainable
+    swapped = [v for v, r in plan.residuals.items() if (r.action, r.tier) == ("swap", "ssd")]
+    size = sum(workload.values[v].num_bytes for v in swapped)
+    assert (predicted.ssd_read_bytes, predicted.ssd_write_bytes) == (read + size, written + size)
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
 def test_a_small_program_by_hand() -> None:
     workload = mlp_workload()
     plan = make_plan("swap-all", workload, HW, budget(device=10**6))
@@ -271,6 +296,7 @@ def broken_plans() -> list[tuple[str, Plan]]:
         ("out of order", change_unit(good, "b1", windows=(window,))),
         ("outside its windows", change_unit(good, "b1", windows=(early,))),
         ("emits before gradient", change_unit(good, "b1", emit_after="gelu1.b")),
+        ("cannot live in host memory", change_unit(good, "b1", copy_tier="host")),
         ("before it emits", change_unit(good, "b1", release_gradients_after="gelu1.b")),
     ]
 

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from lohan_fx.capture import Captured
 from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget, SsdDevice
 from lohan_fx.plan import Action, Plan
-from lohan_fx.planners import Choices, PlannerOptions, make_plan
+from lohan_fx.planners import Choices, Planner, PlannerOptions, make_plan
 from lohan_fx.planners.schedule import draft
 from lohan_fx.planners.tiers import unit_tiers
 from lohan_fx.runtime.guards import ConsumedGradient
@@ -170,6 +170,26 @@ class Squeezed:
                 return make_plan(self.strategy, workload, hw, tight, options)
             except InsufficientMemoryError:
                 continue
+        return make_plan(self.strategy, workload, hw, budget, options)
+
+
+@dataclass(frozen=True)
+class WithCopies:
+    """A strategy, with compute copies of SSD units in host memory: of all, or of every second."""
+
+    strategy: str | Planner = Squeezed("swap-all", 0.0)
+    every: int = 1
+
+    def __call__(
+        self,
+        workload: Workload,
+        hw: HardwareProfile,
+        budget: MemoryBudget,
+        options: PlannerOptions,
+    ) -> Plan:
+        if options.fixed_copies is None:
+            units = [u.name for u in workload.units if u.has_separate_copy]
+            options = replace(options, fixed_copies=units[:: self.every])
         return make_plan(self.strategy, workload, hw, budget, options)
 
 

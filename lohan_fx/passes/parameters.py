@@ -59,7 +59,7 @@ def _windows(
                 kind="fetch_unit",
                 name=name,
                 key=key,
-                tier=decision.tier,
+                tier=decision.fetch_tier,
                 num_bytes=w.unit_by_name[layout.name].compute_bytes,
             ),
         )

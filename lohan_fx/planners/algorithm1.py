@@ -14,7 +14,7 @@ from lohan_fx.plan import Tier
 from lohan_fx.planners.recompute_cost import Layer, RecomputeCost, layers_of
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.planners.schedule import must_save
-from lohan_fx.planners.tiers import has_ssd, host_room
+from lohan_fx.planners.tiers import has_ssd, host_room, sure_copies
 from lohan_fx.planners.windows import num_fetches
 from lohan_fx.workload import Workload
 
@@ -122,7 +122,8 @@ def search(
     swapped_bytes = sum(workload.values[v].num_bytes for v in base)
     order = by_benefit(layers_of(workload, rest), options)
     order = _that_fit(workload, order, room.total - _slot_bytes(workload, base))
-    demand = unit_demand(workload, tiers, num_fetches(workload))
+    copies = sure_copies(workload, budget, options, tiers)
+    demand = unit_demand(workload, tiers, num_fetches(workload), copies)
     costs = _additive(order) if literal else _exact(workload, {*base, *kept}, order)
     times: list[IterationTime] = []
     points: list[tuple[int, float]] = []

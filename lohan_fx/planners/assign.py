@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lohan_fx.plan import Action, Plan, Tier
-from lohan_fx.planners.model import UNIT_OPTIONS, Model, Option
+from lohan_fx.planners.model import COPIED, UNIT_OPTIONS, Model, Option
 from lohan_fx.planners.schedule import Choices, UnitMode
 from lohan_fx.planners.simplex import ChoiceProgram, Floats, Ints
 
@@ -36,8 +36,10 @@ _UNITS_FROM_THE_START: Mapping[Option, int] = {
     "reload": 2,
     "hold": 3,
     "host": 4,
-    "ssd-hold": 5,
-    "ssd": 6,
+    "ssd-copy-hold": 5,
+    "ssd-copy": 6,
+    "ssd-hold": 7,
+    "ssd": 8,
 }
 
 
@@ -190,6 +192,7 @@ def choices_of(model: Model, assignment: Assignment) -> Choices:
         swap_tiers=swapped,
         regions=model.region_of,
         modes=modes,
+        copies=[u.name for u in w.units if assignment[u.name] in COPIED],
     )
 
 
@@ -209,7 +212,9 @@ def assignment_of(model: Model, plan: Plan) -> dict[str, Option] | None:
             option = "reload" if spans else "direct"
         elif unit.tier == "host":
             option = "hold" if across else "host"
-        else:
+        elif unit.copy_tier is None:
             option = "ssd-hold" if across else "ssd"
+        else:
+            option = "ssd-copy-hold" if across else "ssd-copy"
         found[name] = option
     return found

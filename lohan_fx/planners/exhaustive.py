@@ -9,13 +9,13 @@ import numpy as np
 
 from lohan_fx.hardware import MemoryBudget
 from lohan_fx.planners.assign import Improver
-from lohan_fx.planners.model import Model, Option
+from lohan_fx.planners.model import UNIT_OPTIONS, Model, Option
 from lohan_fx.planners.simplex import ChoiceProgram, Floats, Ints
 
 _UNIT_CHOICES: tuple[frozenset[Option], ...] = (
-    frozenset({"device", "host", "hold", "direct", "reload", "ssd", "ssd-hold"}),
-    frozenset({"device", "host", "direct", "ssd"}),
-    frozenset({"device", "host", "ssd"}),
+    frozenset(UNIT_OPTIONS),
+    frozenset({"device", "host", "direct", "ssd", "ssd-copy"}),
+    frozenset({"device", "host", "ssd", "ssd-copy"}),
 )
 """From all ways to read a unit to the usual one: as many as the limit allows."""
 

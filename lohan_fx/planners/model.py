@@ -21,7 +21,14 @@ from typing import Literal
 
 import numpy as np
 
-from lohan_fx.footprint import align, has_own_buffer, host_breakdown, spare_bytes, unit_bytes
+from lohan_fx.footprint import (
+    align,
+    has_own_buffer,
+    host_breakdown,
+    spare_bytes,
+    unit_bytes,
+    update_write_bytes,
+)
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import WHOLE, Schedule, Tier
 from lohan_fx.planners.recompute_cost import layers_of
@@ -34,7 +41,17 @@ from lohan_fx.planners.windows import emit_points, unit_runs, unit_uses
 from lohan_fx.workload import MODEL_INPUT_KINDS, Unit, Workload
 
 Option = Literal[
-    "keep", "host", "ssd", "recompute", "device", "hold", "direct", "reload", "ssd-hold"
+    "keep",
+    "host",
+    "ssd",
+    "recompute",
+    "device",
+    "hold",
+    "direct",
+    "reload",
+    "ssd-hold",
+    "ssd-copy",
+    "ssd-copy-hold",
 ]
 """Residuals: keep, host, ssd, recompute. Units: the keys of `UNIT_OPTIONS`."""
 
@@ -46,8 +63,16 @@ UNIT_OPTIONS: Mapping[Option, tuple[Tier, UnitMode]] = {
     "reload": ("host", "direct-forward"),
     "ssd": ("ssd", "fetch"),
     "ssd-hold": ("ssd", "hold"),
+    "ssd-copy": ("ssd", "fetch"),
+    "ssd-copy-hold": ("ssd", "hold"),
 }
 """Where a unit's states live, and how ops read its compute copy (`schedule.UnitMode`)."""
+
+COPIED: frozenset[Option] = frozenset({"ssd-copy", "ssd-copy-hold"})
+"""The options with which the compute copy is in host memory, and only the states are on SSD."""
+
+HELD: frozenset[Option] = frozenset({"hold", "ssd-hold", "ssd-copy-hold"})
+"""The options with which one copy stays on the device from the first use of a step to the last."""
 
 STAGES = ("forward", "backward", "optimizer")
 """What the time variables T_f, T_b, T_o measure."""
@@ -195,20 +220,29 @@ class Model:
                 unit.update_read_bytes,
                 len(self._runs[unit.name]),
             )
-            key: object = (window, sizes, fixed.get(unit.name))
+            wanted = self._unit_options(unit, fixed.get(unit.name))
+            key: object = (window, sizes, wanted)
             if self.by_value:
                 key = unit.name
             found[key].append(unit.name)
-            options[key] = self._unit_options(fixed.get(unit.name))
+            options[key] = wanted
         for key, members in found.items():
             yield Group(kind="unit", members=tuple(members), options=options[key])
 
-    def _unit_options(self, fixed: Tier | None) -> tuple[Option, ...]:
+    def _unit_options(self, unit: Unit, fixed: Tier | None) -> tuple[Option, ...]:
         wanted = self.options.states if fixed is None else fixed
+        copies = self.options.fixed_copies
+        if copies is None:
+            ways = (False, True) if self.options.copies == "host" else (False,)
+            ways = ways if unit.has_separate_copy else (False,)
+        else:
+            ways = (unit.name in copies,)
         return tuple(
             option
             for option, (tier, _) in UNIT_OPTIONS.items()
-            if wanted in ("auto", tier) and (tier != "ssd" or self.hw.ssds or wanted == "ssd")
+            if wanted in ("auto", tier)
+            and (tier != "ssd" or self.hw.ssds or wanted == "ssd")
+            and (tier != "ssd" or (option in COPIED) in ways)
         )
 
     def columns(self) -> Iterable[tuple[int, Group, Option]]:
@@ -361,7 +395,7 @@ class Model:
                 held += sum(self.workload.values[g].num_bytes for g in set(unit.gradients))
             return float(held)
         runs = self._runs[member]
-        if option in ("hold", "ssd-hold"):
+        if option in HELD:
             runs = [(runs[0][0], runs[-1][1])] if runs else []
         elif option == "reload":
             backward = [i for i in self._uses[member] if i >= self.workload.num_forward_ops]
@@ -379,7 +413,10 @@ class Model:
                 continue
             unit = self.workload.unit_by_name[group.members[0]]
             home = UNIT_OPTIONS[option][0]
-            size = unit_bytes(unit) if home == tier else 0
+            copied = option in COPIED
+            size = unit_bytes(unit, copy=not copied) if home == tier else 0
+            if tier == "host" and copied:
+                size += align(unit.compute_bytes)
             if tier == "host" and has_own_buffer(unit, home, self.schedule):
                 size += align(unit.compute_bytes)
             if tier == "host":
@@ -469,9 +506,13 @@ class Model:
         return 0
 
     def _buffers(self, unit: Unit) -> int:
-        need = sum(host_breakdown([unit], {unit.name: "ssd"}, self.schedule).values())
-        own = has_own_buffer(unit, "ssd", self.schedule)  # that one is in `host` already
-        return need - (align(unit.compute_bytes) if own else 0)
+        """Host bytes that an SSD unit takes at least beside those in `host`."""
+        copied = COPIED & set(self.groups[self.group_of[unit.name]].options)
+        copies = [unit.name] if copied else []
+        need = host_breakdown([unit], {unit.name: "ssd"}, self.schedule, copies=copies)
+        own = has_own_buffer(unit, "ssd", self.schedule)
+        elsewhere = need["compute copies"] + (align(unit.compute_bytes) if own else 0)
+        return sum(need.values()) - elsewhere
 
     def too_large(self, budget: MemoryBudget) -> frozenset[int]:
         """Options of units whose buffers alone exceed host memory.
@@ -483,7 +524,8 @@ class Model:
             if group.kind == "unit":
                 unit = self.workload.unit_by_name[group.members[0]]
                 tiers = {unit.name: UNIT_OPTIONS[option][0]}
-                need = host_breakdown([unit], tiers, self.schedule)
+                copies = [unit.name] if option in COPIED else []
+                need = host_breakdown([unit], tiers, self.schedule, copies=copies)
                 if sum(need.values()) > budget.host_bytes:
                     found.add(column)
         return frozenset(found)
@@ -540,7 +582,7 @@ class Model:
         hw, unit = self.hw, self.workload.unit_by_name[name]
         if option == "device":
             return 0.0
-        copies = 1 if option in ("hold", "ssd-hold", "reload") else len(self._runs[name])
+        copies = 1 if option in HELD or option == "reload" else len(self._runs[name])
         found = copies * unit.compute_bytes / hw.h2d_bytes_per_s
         if option in ("direct", "reload"):
             found = (found if option == "reload" else 0.0) + self.direct[name] / hw.h2d_bytes_per_s
@@ -549,7 +591,8 @@ class Model:
             found += unit.num_params / hw.cpu_optimizer_params_per_s
             if UNIT_OPTIONS[option][0] == "ssd":
                 found += unit.update_read_bytes / hw.ssd_read_bytes_per_s
-                found += unit.update_write_bytes / hw.ssd_write_bytes_per_s
+                written = update_write_bytes(unit, [name] if option in COPIED else [])
+                found += written / hw.ssd_write_bytes_per_s
         return found
 
     @cached_property
@@ -558,10 +601,12 @@ class Model:
         names = (
             "direct",
             "ssd",
+            "ssd-copy",
             "host",
             "recompute",
             "reload",
             "ssd-hold",
+            "ssd-copy-hold",
             "hold",
             "device",
             "keep",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lohan_fx.footprint import host_copies, update_write_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners.lanes import Incoming, Load, Outgoing, place_prefetches, place_releases
@@ -40,12 +41,13 @@ class LaneRates:
 def lane_rates(workload: Workload, plan: Plan, hw: HardwareProfile) -> LaneRates:
     """Rates of the profile, with the SSD shared between activations, fetches and states."""
     ssd_units = [u for u in workload.units if plan.units[u.name].tier == "ssd"]
-    copies = sum(u.compute_bytes for u in ssd_units) + sum(
+    elsewhere = host_copies(plan)
+    copies = sum(u.compute_bytes for u in ssd_units if u.name not in elsewhere) + sum(
         workload.values[v].num_bytes
         for v, r in plan.residuals.items()
         if r.action == "swap" and r.tier == "ssd"
     )
-    states = sum(u.state_bytes + u.update_write_bytes for u in ssd_units if u.trainable)
+    states = sum(u.state_bytes + update_write_bytes(u, elsewhere) for u in ssd_units if u.trainable)
     return LaneRates(
         h2d_bytes_per_s=hw.h2d_bytes_per_s,
         d2h_bytes_per_s=hw.d2h_bytes_per_s,
@@ -96,7 +98,7 @@ def _fetches(workload: Workload, plan: Plan, rates: LaneRates) -> list[Incoming]
     spans.sort(key=lambda span: span[0])
     found = []
     for k, (first, earliest, name, unit) in enumerate(spans):
-        tier = plan.units[unit.name].tier
+        tier = plan.units[unit.name].fetch_tier
         link_s, ssd_s = rates.incoming(unit.compute_bytes, tier, backward=first >= n)
         previous = spans[k - 1][0] if k else 0
         found.append(

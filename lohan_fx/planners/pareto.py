@@ -1,13 +1,14 @@
 """pareto: activations, resident units, swap and recomputation traded in one budget.
 
-For every residual keep, host, SSD or recompute; for every unit's states device, host or SSD, and
-how its compute copy is read. Equal blocks are found (`structure`) and their choices counted, not
-named, so that a linear program (`model`, solved by `simplex`: no solver is needed) is small for
-any depth. Its optimum is a lower bound on the simulated step of every plan that the options
-allow. Its solution, rounded to whole copies and improved as an integer program (`trial`), is
-completed by `finish` with exact memory, a few times with more or less memory left to copies in
-flight; then the simulator decides. With few residuals and units the search is exhaustive. In
-small workloads regions need not be blocks (`regions.LateRegions`).
+For every residual keep, host, SSD or recompute; for every unit's states device, host or SSD (its
+compute copy with them, or in host memory), and how that copy is read. Equal blocks are found
+(`structure`) and their choices counted, not named, so that a linear program (`model`, solved by
+`simplex`: no solver is needed) is small for any depth. Its optimum is a lower bound on the
+simulated step of every plan that the options allow. Its solution, rounded to whole copies and
+improved as an integer program (`trial`), is completed by `finish` with exact memory, a few times
+with more or less memory left to copies in flight; then the simulator decides. With few residuals
+and units the search is exhaustive. In small workloads regions need not be blocks
+(`regions.LateRegions`).
 
 All other strategies are candidates too, and so are this strategy's plans for the rungs of a fixed
 ladder of smaller budgets: the result is never slower than any of theirs. Nothing here knows torch
@@ -142,7 +143,7 @@ def lower_bound(
     options: PlannerOptions | None = None,
 ) -> float:
     """Seconds that no plan's simulated step undercuts; infinite if none can fit."""
-    model = Model(workload, hw, options or PlannerOptions())
+    model = Model(workload, hw, (options or PlannerOptions()).with_copies())
     return solve(model.program(budget), model.leanest).bound * model.unit_s
 
 
@@ -203,6 +204,7 @@ class _Search:
 
     def __post_init__(self) -> None:
         _check(self.workload, self.hw, self.options)
+        self.options = self.options.with_copies()
         self.effort = self.strategy.effort or Effort.of(self.workload)
         self.model = Model(self.workload, self.hw, self.options)
         self.relaxed = solve(self.model.program(self.budget), self.model.leanest)
@@ -284,7 +286,7 @@ class _Search:
         plan = made.plan
         actions = tuple((r.action, r.tier) for r in plan.residuals.values())
         regions = tuple((r.anchor, r.wanted) for r in made.regions)
-        units = tuple((u.tier, u.access, len(u.windows)) for u in plan.units.values())
+        units = tuple((u.tier, u.copy_tier, u.access, len(u.windows)) for u in plan.units.values())
         key = (budget.device_bytes, actions, regions, units)
         if key in self.tried:
             return math.inf

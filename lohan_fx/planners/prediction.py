@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lohan_fx.cost_model import Demand, IterationTime, iteration_time, state_demand
-from lohan_fx.footprint import host_bytes_needed, ssd_bytes_needed, tiers_of
+from lohan_fx.footprint import host_bytes_needed, host_copies, ssd_bytes_needed, tiers_of
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan, Prediction, Tier
 from lohan_fx.planners.registry import PlannerOptions
@@ -29,7 +29,7 @@ def demand_of(workload: Workload, plan: Plan, program: Program) -> Demand:
     ops = workload.ops
     n = workload.num_forward_ops
     return replace(
-        state_demand(workload.units, tiers_of(plan)),
+        state_demand(workload.units, tiers_of(plan), host_copies(plan)),
         forward_flops=workload.forward_flops,
         backward_flops=workload.backward_flops,
         recompute_flops=sum(x.flops for x in regions),

@@ -17,7 +17,8 @@ _ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class RandomPolicy:
-    """Uniform action for each residual, uniform tier for each unit and each swapped residual.
+    """Uniform action for each residual, uniform tier for each unit and each swapped residual (and
+    for compute copies of SSD units, if `options.copies` lets them leave their states).
 
     `options.states` and `options.swap_to` narrow the choice. The same seed gives the same plan.
     """
@@ -47,6 +48,13 @@ class RandomPolicy:
             unit_tiers=tiers,
             swap_tiers={v: rng.choice(swap_homes) for v in workload.residuals}
             if options.swap_to == "auto"
+            else None,
+            copies=[
+                u.name
+                for u in workload.units
+                if tiers[u.name] == "ssd" and u.has_separate_copy and rng.random() < 0.5
+            ]
+            if options.copies == "host"
             else None,
         )
         return finish(workload, hw, budget, options, choices, "random")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from lohan_fx.arguments import check_call
@@ -29,16 +29,23 @@ class PlannerOptions:
             ("optimized", unless it stands for a system that does otherwise).
         fixed_units: unit → tier for units that must stay where they are (a second program
             of the same model); takes precedence over `states`.
+        copies: "host" lets the compute copies of SSD units live in the host memory that nothing
+            else needs, "states" leaves them with their states; "auto" lets the strategy choose
+            ("states", where it stands for a system that does so).
+        fixed_copies: the units whose copies are in host memory, and no others (as `fixed_units`);
+            takes precedence over `copies`.
         cost: which extensions of the cost model count.
 
     Raises:
-        PlanError: a tier or a schedule that there is not.
+        PlanError: a value that is none of these.
     """
 
     states: Literal["auto", "device", "host", "ssd"] = "auto"
     swap_to: Literal["auto", "host", "ssd"] = "auto"
     schedule: Schedule | Literal["auto"] = "auto"
     fixed_units: Mapping[str, Tier] | None = None
+    copies: Literal["auto", "states", "host"] = "auto"
+    fixed_copies: Collection[str] | None = None
     cost: CostOptions = field(default_factory=CostOptions)
 
     def __post_init__(self) -> None:
@@ -46,6 +53,7 @@ class PlannerOptions:
             "states": ("auto", *TIERS),
             "swap_to": ("auto", "host", "ssd"),
             "schedule": ("auto", *SCHEDULES),
+            "copies": ("auto", "states", "host"),
         }
         for name, values in allowed.items():
             value = getattr(self, name)
@@ -54,6 +62,10 @@ class PlannerOptions:
         for unit, tier in (self.fixed_units or {}).items():
             if tier not in TIERS:
                 raise PlanError(f"fixed_units[{unit!r}] {tier!r} is none of {', '.join(TIERS)}")
+
+    def with_copies(self) -> PlannerOptions:
+        """The options of a strategy that lets copies live in host memory if it may choose."""
+        return replace(self, copies="host") if self.copies == "auto" else self
 
     @property
     def update_schedule(self) -> Schedule:

@@ -3,7 +3,8 @@
 A resident unit is updated on the device, so it costs neither link nor CPU time; its states take
 memory that activations would have, which then are swapped or recomputed. Units whose gradients
 come last become resident first: their updates are what `optimizer.step()` would wait for. How many
-is found by simulation, closer and closer around the best count.
+is found by simulation, closer and closer around the best count. Host memory that is left holds
+compute copies of units on SSD.
 
 (LoHan §IV keeps no states on the device; ZeRO-Offload's successors and SSDTrain §3 do when memory
 is left.)
@@ -86,6 +87,7 @@ def plans_around(
     Raises:
         InsufficientMemoryError: as strategy "lohan" does.
     """
+    options = options.with_copies()
     order = _last_gradients_first(workload, options)
     counts = _Counts(workload, hw, budget, options, order)
     low, high = 0, _most(workload, budget, order) if may_help(workload, budget, options) else 0

@@ -21,7 +21,7 @@ from lohan_fx.planners.overlap import extend
 from lohan_fx.planners.prediction import predict
 from lohan_fx.planners.regions import split_regions
 from lohan_fx.planners.registry import PlannerOptions
-from lohan_fx.planners.tiers import check_capacity, swap_tiers
+from lohan_fx.planners.tiers import check_capacity, copies_that_fit, swap_tiers
 from lohan_fx.planners.windows import emit_points, region_reads, unit_runs, unit_uses
 from lohan_fx.program import Program, Region, Residency, lower, regions_of, residency
 from lohan_fx.workload import MODEL_INPUT_KINDS, Workload
@@ -51,6 +51,7 @@ class Choices:
             smaller regions where blocks do not fit (`lean_draft`).
         modes: unit → how ops read it, "fetch" if it is not there; no matter for device units.
         direct_gradients: units whose gradients the device writes to the host by itself.
+        copies: SSD units whose compute copies are in host memory; as `options.copies` says if None.
     """
 
     actions: Mapping[str, Action]
@@ -59,6 +60,7 @@ class Choices:
     regions: Mapping[str, str] | None = None
     modes: Mapping[str, UnitMode] = field(default_factory=dict)
     direct_gradients: Collection[str] = ()
+    copies: Collection[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +211,11 @@ def _stays(workload: Workload, mode: UnitMode, uses: Sequence[int]) -> list[tupl
 
 
 def _place_units(
-    workload: Workload, choices: Choices, tiers: Mapping[str, Tier], regions: Sequence[Region]
+    workload: Workload,
+    choices: Choices,
+    tiers: Mapping[str, Tier],
+    copies: Collection[str],
+    regions: Sequence[Region],
 ) -> dict[str, UnitPlan]:
     """Fetch right before each stay, let gradients go right after they are emitted."""
     ops = workload.ops
@@ -233,8 +239,29 @@ def _place_units(
             release_gradients_after=emit if moves and not writes else None,
             access="direct" if moves and mode in ("direct", "direct-forward") else "fetch",
             gradients="direct" if writes else "copy",
+            copy_tier="host" if unit.name in copies else None,
         )
     return plans
+
+
+def _copies(
+    workload: Workload,
+    budget: MemoryBudget,
+    options: PlannerOptions,
+    choices: Choices,
+    tiers: Mapping[str, Tier],
+    swapped: Mapping[Tier, Collection[int]],
+) -> Collection[str]:
+    """SSD units whose compute copies are in host memory; `swapped` has residuals' sizes by tier."""
+    if options.fixed_copies is not None:
+        return options.fixed_copies
+    if choices.copies is not None:
+        return choices.copies
+    if options.copies != "host":
+        return ()
+    direct = [name for name in choices.direct_gradients if tiers[name] != "device"]
+    args = (workload, budget, options, tiers)
+    return copies_that_fit(*args, swapped["host"], swapped["ssd"], direct)
 
 
 def load_of(workload: Workload, program: Program, memory: Residency) -> Load:
@@ -274,6 +301,8 @@ def draft(
     swapped = [v for v, action in actions.items() if action == "swap"]
     tiers = swap_tiers(workload, hw, budget, options, unit_tiers, swapped)
     tiers.update({v: t for v, t in (choices.swap_tiers or {}).items() if v in tiers})
+    sizes = {t: [workload.values[v].num_bytes for v in tiers if tiers[v] == t] for t in TIERS}
+    copies = _copies(workload, budget, options, choices, unit_tiers, sizes)
     plan = Plan(
         strategy=strategy,
         workload=workload.name,
@@ -285,7 +314,7 @@ def draft(
     plan = replace(
         plan,
         residuals=_place_residuals(workload, plan.residuals, regions),
-        units=_place_units(workload, choices, unit_tiers, regions),
+        units=_place_units(workload, choices, unit_tiers, copies, regions),
     )
     check_capacity(workload, plan, budget)
     program = lower(workload, plan)

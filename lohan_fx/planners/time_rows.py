@@ -113,7 +113,10 @@ class TimeRows:
         self.params = trained * [float(u.num_params) for u in units]
         self.gradient = trained * [float(u.gradient_bytes) for u in units]
         self.state_read = trained * [float(u.update_read_bytes) for u in units]
-        self.state_write = trained * [float(u.update_write_bytes) for u in units]
+        written = trained * [float(u.update_write_bytes) for u in units]
+        states_only = trained * [float(u.update_write_bytes - u.compute_bytes) for u in units]
+        # by where the compute copy is: with the states, or in host memory
+        self.state_write = {"ssd": written, "ssd-copy": states_only}
         updated = trained * [float(u.device_update_bytes) for u in units]
         self.update_s = updated * self.rate.device
         self.direct = self._direct_bytes()
@@ -156,8 +159,10 @@ class TimeRows:
         return {
             "host": runs,
             "ssd": runs,
+            "ssd-copy": runs,
             "hold": held,
             "ssd-hold": held,
+            "ssd-copy-hold": held,
             "direct": direct * per_byte,
         }
 
@@ -167,7 +172,14 @@ class TimeRows:
 
     def _moved(self, amount: Floats) -> dict[str, Floats]:
         """The same amount for every option of a unit that is not on the device."""
-        return dict.fromkeys(("host", "hold", "direct", "reload", "ssd", "ssd-hold"), amount)
+        names = ("host", "hold", "direct", "reload")
+        return {**dict.fromkeys(names, amount), **self._on_ssd(amount)}
+
+    def _on_ssd(self, amount: Floats, written: Floats | float = 0.0) -> dict[str, Floats]:
+        """The same amount for every option of a unit on SSD; and seconds of so much of what its
+        update writes."""
+        seconds = {o: amount + written * x for o, x in self.state_write.items()}
+        return {**seconds, **{f"{o}-hold": x for o, x in seconds.items()}}
 
     def _swapped(self, amount: Floats) -> dict[str, Floats]:
         return {"host": amount, "ssd": amount}
@@ -275,15 +287,13 @@ class TimeRows:
             if self.schedule == "serial":
                 continue
             cpu = late * self.params * rate.cpu
-            written = late * self.state_write * rate.write
             chain = {**self._moved(cpu), **earlier}
             if self.schedule == "naive":
-                chain["ssd"] = chain["ssd-hold"] = (
-                    cpu + late * self.state_read * rate.read + written
-                )
+                read = late * self.state_read * rate.read
+                chain.update(self._on_ssd(cpu + read, late * rate.write))
             yield Row(resource="cpu", stages=TO_END, base=before, residual=remade, unit=chain)
             if rate.write:
-                chain = {"ssd": written, "ssd-hold": written, **earlier}
+                chain = {**self._on_ssd(np.zeros_like(late), late * rate.write), **earlier}
                 yield Row(resource="ssd", stages=TO_END, base=before, residual=remade, unit=chain)
         if self.schedule in LATE - WAITING:
             chain = self._moved(self.params * rate.cpu)
@@ -294,9 +304,7 @@ class TimeRows:
         if self.schedule == "serial":
             cpu = self.params * rate.cpu
             chain = self._moved(cpu)
-            chain["ssd"] = chain["ssd-hold"] = (
-                cpu + self.state_read * rate.read + self.state_write * rate.write
-            )
+            chain.update(self._on_ssd(cpu + self.state_read * rate.read, rate.write))
             yield Row(resource="cpu", stages=OPTIMIZER, base=0.0, residual={}, unit=chain)
         if self.schedule in WHOLE:
             chain = {"device": self.update_s}
@@ -306,11 +314,15 @@ class TimeRows:
         n, end, rate = self.turn, self.end, self.rate
         if not rate.read:
             return
-        states = self.state_read * rate.read + self.state_write * rate.write
-        back = {o: x + states for o, x in self._ssd_fetches(n, end).items()}
-        every = {o: x + states for o, x in self._ssd_fetches(0, end).items()}
+        states = self._on_ssd(self.state_read * rate.read, rate.write)
+
+        def with_states(fetched: dict[str, Floats]) -> dict[str, Floats]:
+            return {o: x + fetched.get(o, 0.0) for o, x in states.items()}
+
+        back = with_states(self._ssd_fetches(n, end))
+        every = with_states(self._ssd_fetches(0, end))
         if self.schedule == "deferred":
-            ahead = {o: x + states for o, x in self._ssd_fetches(0, max(0, n - 1)).items()}
+            ahead = with_states(self._ssd_fetches(0, max(0, n - 1)))
             yield Row(resource="ssd", stages=FORWARD, base=0.0, residual={}, unit=ahead)
         if self.schedule not in LATE:
             yield Row(

@@ -268,13 +268,13 @@ class Engine:
         label = self.lanes.label("fetch_unit", window_storage(states.unit.name, window))
         flat = torch.empty_like(flats.compute, device=self.lanes.device)
         after = self.updater.fresh(unit) if self.updater is not None else None
-        if not states.on_ssd:
+        if not states.copy_on_ssd:
             ticket = self.lanes.to_device([(flats.compute, flat)], label, after)
         else:
             assert self.states.file is not None
 
             def parked() -> Tensor | None:
-                return None if states.on_ssd else flats.compute.view(torch.uint8)
+                return None if states.copy_on_ssd else flats.compute.view(torch.uint8)
 
             ticket = self.lanes.from_ssd(
                 self.states.file,

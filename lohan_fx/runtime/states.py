@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lohan_fx._compat import storage_users, version_of
 from lohan_fx.annotate import Slice, StateLayout, UnitLayout
 from lohan_fx.errors import LohanError, StepError, StorageError, format_bytes
-from lohan_fx.footprint import PAGE_BYTES, align
+from lohan_fx.footprint import PAGE_BYTES, align, unit_bytes
 from lohan_fx.initialization import realize
 from lohan_fx.plan import Tier
 from lohan_fx.runtime._memory import forget_pages, replace_pages, tensor_over
@@ -143,6 +143,8 @@ class UnitStates:
     `spare` are a host unit's second flats, which updates are tried in (schedule "speculative"; sums
     of gradients have no second flat).
     `parked`: an SSD unit that is in host memory, because its file could not be written.
+    `host_copy`: the compute copy of an SSD unit whose file holds all but that (None: all of it).
+    Offsets and sizes below are of what lies together, so without it.
     """
 
     index: int
@@ -157,6 +159,7 @@ class UnitStates:
     flats: Flats | None = None
     spare: Flats | None = None
     offset: int = -1
+    host_copy: Tensor | None = None
     visible: Tensor | None = None
     direct: Tensor | None = None
     parked: bool = False
@@ -172,8 +175,16 @@ class UnitStates:
         return self.tier == "ssd" and not self.parked
 
     @property
+    def copy_on_ssd(self) -> bool:
+        return self.on_ssd and self.host_copy is None
+
+    @property
     def num_bytes(self) -> int:
-        return align(self.unit.compute_bytes) + align(self.unit.state_bytes)
+        return unit_bytes(self.unit, copy=self.host_copy is None)
+
+    @property
+    def _state_offset(self) -> int:
+        return self.num_bytes - align(self.unit.state_bytes)
 
     @property
     def spare_bytes(self) -> int:
@@ -184,13 +195,12 @@ class UnitStates:
     @property
     def update_range(self) -> tuple[int, int]:
         """(offset, bytes) in the unit of what an update must read: all but a copy it rewrites."""
-        first = align(self.unit.compute_bytes) if self.mixed else 0
+        first = self._state_offset if self.mixed else 0
         return first, self.num_bytes - first
 
     @property
     def _gradient_offset(self) -> int:
-        unit = self.unit
-        return align(unit.compute_bytes) + unit.state_bytes - unit.accumulator_bytes
+        return self._state_offset + self.unit.state_bytes - self.unit.accumulator_bytes
 
     @property
     def written_bytes(self) -> int:
@@ -214,8 +224,10 @@ class UnitStates:
         """Lay the unit's flats over `num_bytes` bytes of uint8 memory (`spare_bytes`, if not
         `sums`)."""
         layout = self.layout
-        compute = buffer[: self.unit.compute_bytes].view(layout.copy_dtype)
-        position = align(self.unit.compute_bytes)
+        position = self._state_offset
+        compute = self.host_copy
+        if compute is None:
+            compute = buffer[: self.unit.compute_bytes].view(layout.copy_dtype)
 
         def take() -> Tensor:
             nonlocal position
@@ -260,9 +272,10 @@ class ModelStates:
         state_layout: compute dtype and number of optimizer states.
         optimizer: the user's optimizer; None if nothing is managed for it.
         device: the compute device.
-        arena, region: the slab and the part of it that holds the host units.
+        arena, region: the slab and the part of it that holds the host units, and the `copies`.
         file: the SSD file that holds the SSD units.
         source: gives units with parameters on the meta device their values.
+        copies: SSD units whose compute copies are in the slab.
     """
 
     def __init__(
@@ -278,6 +291,7 @@ class ModelStates:
         region: Region | None,
         file: StripedFile | None,
         source: Source | None = None,
+        copies: Collection[str] = (),
     ) -> None:
         self.device = device
         self.file = file
@@ -287,6 +301,15 @@ class ModelStates:
         self.units: list[UnitStates] = []
         host_offset = region.offset if region is not None else 0
         ssd_offset = 0
+
+        def in_slab(num_bytes: int) -> Tensor:
+            nonlocal host_offset
+            assert arena is not None
+            arena.register(host_offset, align(num_bytes))
+            buffer = arena.view(host_offset, num_bytes)
+            host_offset += align(num_bytes)
+            return buffer
+
         for index, (unit, layout) in enumerate(zip(units, layouts, strict=True)):
             parameters = [by_name[s.name] for s in layout.slices]
             states = UnitStates(
@@ -308,12 +331,11 @@ class ModelStates:
             if states.tier == "device":
                 buffer = torch.zeros(states.num_bytes, dtype=torch.uint8, device=device)
             elif states.tier == "host":
-                assert arena is not None
-                buffer = arena.view(host_offset, states.num_bytes)
-                arena.register(host_offset, states.num_bytes)
-                host_offset += states.num_bytes
+                buffer = in_slab(states.num_bytes)
             else:
                 assert self._mapping is not None
+                if unit.name in copies:
+                    states.host_copy = in_slab(unit.compute_bytes).view(layout.copy_dtype)
                 buffer = self._mapping[ssd_offset : ssd_offset + states.num_bytes]
                 states.offset = ssd_offset
                 ssd_offset += states.num_bytes
@@ -329,6 +351,11 @@ class ModelStates:
             if optimizer is not None:
                 self.give_back(optimizer)  # the model goes on without us
             raise
+
+    @property
+    def copies(self) -> frozenset[str]:
+        """SSD units whose compute copies are in host memory."""
+        return frozenset(s.unit.name for s in self.units if s.host_copy is not None)
 
     def _take_over(
         self,

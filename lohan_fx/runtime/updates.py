@@ -737,6 +737,9 @@ class Updater:
         except BaseException:
             self._ring.release(buffer)
             raise
+        if fresh is not None and not states.copy_on_ssd:  # the next forward needs no more than that
+            fresh.finish()
+            fresh = None
         self._write_back(states, buffer, fresh)
 
     def _add_at_rest(self, given: _Given) -> None:
@@ -842,8 +845,10 @@ class Updater:
     def _write_back(self, states: UnitStates, buffer: Tensor, fresh: Ticket | None) -> None:
         unit = states.unit
         label = self._lanes.label("write_states", unit.name)
-        pages = (0, states.written_bytes)
-        self._write(states, buffer, pages, unit.update_write_bytes, label, fresh)
+        pages, num_bytes = (0, states.written_bytes), unit.update_write_bytes
+        if states.host_copy is not None:
+            num_bytes -= unit.compute_bytes
+        self._write(states, buffer, pages, num_bytes, label, fresh)
 
     def _write(
         self,
