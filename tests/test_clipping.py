@@ -15,9 +15,11 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from lohan_fx.errors import LohanError, StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SCHEDULES
+from lohan_fx.runtime.clipping import Norms
 from lohan_fx.runtime.guards import ConsumedGradient
 from lohan_fx.runtime.native import adam
 from lohan_fx.runtime.optimizer import Clip, UnitOptimizer
+from lohan_fx.runtime.states import UnitStates
 from tests.loops import TIERS, assert_same, check, compiled, sometimes, windows
 from tests.models import loss_of, make
 from tests.training import (
@@ -72,6 +74,31 @@ def test_by_norm(
     loop = windows(name, (1, 1, 1) if accumulate == 1 else (3, 1, 3), norm=0.1)
     options = {"states": states, "schedule": schedule, "accumulate": accumulate}
     check(name, loop, hw, monkeypatch, clip_grad_norm=0.1, **options)
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+@pytest.mark.parametrize("schedule", WHOLE)
+def test_norms_that_come_with_the_sums(
+    states: str, schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA: in float64, without a pass of their own; equal to rounding."""
+    noted = []
+    make_norms, note = Norms.__init__, Norms.note
+
+    def passing(norms: Norms, *, in_passing: bool) -> None:
+        assert not in_passing  # the default on a CPU
+        make_norms(norms, in_passing=True)
+
+    def noting(norms: Norms, unit: UnitStates, i: int, squares: float) -> None:
+        noted.append(squares)
+        note(norms, unit, i, squares)
+
+    monkeypatch.setattr(Norms, "__init__", passing)
+    monkeypatch.setattr(Norms, "note", noting)
+    loop = windows("gpt2", (3, 3), norm=0.1)
+    options = {"states": states, "schedule": schedule, "accumulate": 3, "clip_grad_norm": 0.1}
+    check("gpt2", loop, hw, monkeypatch, exact=False, **options)
+    assert noted
 
 
 @pytest.mark.parametrize("states", TIERS)

@@ -755,3 +755,35 @@ def test_sums_that_the_kernel_leaves_to_torch() -> None:
         assert not kernel.add(total, torch.ones(4, dtype=dtype))
         assert torch.equal(total, torch.ones(4, dtype=dtype))
     assert not kernel.add(torch.ones(4), torch.ones(4, dtype=torch.float64))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_and_their_squares(kernels: Mapping[int, AdamKernel], dtype: torch.dtype) -> None:
+    """Totals are those of `add`; their squares are summed in float64, whatever the threads."""
+    for size in SIZES:
+        start, gradient = torch.randn(size), torch.randn(size).to(dtype)
+        wanted = start.clone()
+        assert kernels[1].add(wanted, gradient)
+        squares = set()
+        for kernel in kernels.values():
+            total = start.clone()
+            squares.add(kernel.add_squared(total, gradient))
+            assert same(total, wanted)
+        (found,) = squares
+        assert found == pytest.approx(wanted.double().square().sum().item(), rel=1e-13)
+
+
+@needs_compiler
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e30])
+def test_squares_of_large_and_no_numbers(kernels: Mapping[int, AdamKernel], value: float) -> None:
+    total = torch.full((5000,), value)
+    found = kernels[2].add_squared(total, torch.zeros(5000))
+    assert found == pytest.approx(5000 * value * value, rel=1e-6, nan_ok=True)
+
+
+@needs_compiler
+def test_no_squares_of_what_the_kernel_cannot_add(kernels: Mapping[int, AdamKernel]) -> None:
+    total = torch.ones(10, dtype=torch.float64)
+    assert kernels[1].add_squared(total, torch.ones(10)) is None
+    assert torch.equal(total, torch.ones(10, dtype=torch.float64))

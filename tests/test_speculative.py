@@ -26,8 +26,10 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import UnitPlan
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.program import lower
+from lohan_fx.runtime.lanes import Lanes, Ticket
 from lohan_fx.runtime.native import adam
 from lohan_fx.runtime.optimizer import Clip, Results, UnitOptimizer
+from lohan_fx.runtime.recording import Label
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.trials import Trials
 from lohan_fx.runtime.updates import Updater
@@ -219,6 +221,63 @@ def test_updates_run_while_backward_goes_on(
     assert all(map(identical, held, both.plain.parameters()))
     assert len(watch.flips) == 2 * num_units(both.made)
     both.close()
+
+
+class Arrivals:
+    """Holds gradients back: the first unit's until the second's are on their way, these until the
+    first unit's trial has ended. `met`: which of the two happened in time."""
+
+    def __init__(self, model: nn.Module, patch: pytest.MonkeyPatch) -> None:
+        self.met: list[bool] = []
+        self._second = threading.Event()
+        to_host = Lanes.to_host
+
+        def held(lanes: Lanes, pairs: Any, label: Label) -> Ticket:
+            ticket = to_host(lanes, pairs, label)
+            if label.kind != "emit_gradients" or len(self._held) == 2:
+                return ticket
+            late = Ticket()
+            self._held.append(late)
+            job = self._first if len(self._held) == 1 else self._then
+            threading.Thread(target=job, args=(model, ticket, late)).start()
+            return late
+
+        self._held: list[Ticket] = []
+        patch.setattr(Lanes, "to_host", held)
+        patch.setattr(Updater, "release", lambda *_: None)  # a CUDA host does not wait there
+
+    def _first(self, _: nn.Module, ticket: Ticket, late: Ticket) -> None:
+        self.met.append(self._second.wait(timeout=5))
+        ticket.settle()
+        late.finish(ticket.event)
+
+    def _then(self, model: nn.Module, ticket: Ticket, late: Ticket) -> None:
+        while not trials_of(model)._open:  # backward has sent the gradients, and goes on to say so
+            threading.Event().wait(1e-3)
+        self._second.set()
+        self.met.append(trials_of(model)._open[0].ended._signal.wait(timeout=5))
+        ticket.settle()
+        late.finish(ticket.event)
+
+
+def test_trials_run_while_other_gradients_are_on_their_way(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA backward has emitted everything long before the first gradient arrives: additions
+    that wait for theirs must not keep trials waiting."""
+    remember_captures(monkeypatch, "gpt2")
+    model, inputs = make("gpt2")
+    training = training_of("adamw", model)
+    made = compiled(
+        model, training.optimizer, hw, accumulate=2, clip_grad_norm=NEVER, **SPECULATIVE
+    )
+    for k in range(2):
+        if k:
+            arrivals = Arrivals(made, monkeypatch)
+        loss_of("gpt2", made(**inputs)).backward()
+    training.optimizer.step()
+    made.lohan.close()  # type: ignore[union-attr]
+    assert arrivals.met == [True, True]
 
 
 def test_a_clipped_step_is_redone_and_the_next_one_does_not_try(

@@ -72,9 +72,16 @@ class Clipping:
 
 
 class Norms:
-    """The norms of one step's gradients, parameter by parameter."""
+    """The norms of one step's gradients, parameter by parameter.
 
-    def __init__(self) -> None:
+    Attributes:
+        in_passing: norms of sums in host memory come from the additions that complete them, in
+            float64. A pass of torch's kernel over them, one thread's, would take as long as the
+            updates; on a CPU device it is plain PyTorch's kernel, so there the bits are its.
+    """
+
+    def __init__(self, *, in_passing: bool) -> None:
+        self.in_passing = in_passing
         self._found: dict[int, Tensor] = {}
 
     def clear(self) -> None:
@@ -85,6 +92,11 @@ class Norms:
         dtype = states.layout.dtype
         cast = None if gradient.dtype == dtype else dtype
         norm = torch.linalg.vector_norm(gradient.detach(), 2.0, dtype=cast)
+        self._found[states.positions[i]] = norm
+
+    def note(self, states: UnitStates, i: int, squares: float) -> None:
+        """Take the norm of the gradient of a unit's parameter `i` from its sum of squares."""
+        norm = torch.tensor(math.sqrt(squares), dtype=states.layout.dtype)
         self._found[states.positions[i]] = norm
 
     def take_all(self, states: UnitStates, gradients: Sequence[Tensor | None]) -> None:

@@ -153,7 +153,7 @@ class Updater:
         self.torn: tuple[str, ...] = ()
         self._accumulation = accumulation
         self._clipping = clipping
-        self._norms = Norms()
+        self._norms = Norms(in_passing=lanes.device.type == "cuda")
         self._clip: Clip | None = None
         self._had: frozenset[int] = frozenset()  # units with sums when backward began
         self._reads_sums = False  # what is read ahead: the sums, or all states
@@ -358,7 +358,11 @@ class Updater:
         arrival = given.arrival or _there()
         given.arrival = arrival
         if fresh is None:
-            self._jobs.append(self._lane.submit(job))
+            if self.trials is None:
+                ticket = self._lane.submit(job)
+            else:  # before all trials, but these run while it waits for its gradients
+                ticket = self._lane.submit_ranked(job, -1 - len(self._rank), arrival)
+            self._jobs.append(ticket)
             return
         # states are read ahead in the order in which units are submitted: another order would wait
         # for a buffer that a unit behind it holds
@@ -764,18 +768,25 @@ class Updater:
 
     def _take_norms(self, given: _Given, flats: Flats) -> None:
         if self._wants_norms:
+            states, norms = given.states, self._norms
             parts = zip(given.gradients, given.sums, strict=True)
-            self._norms.take_sums(given.states, flats, [has or g is not None for g, has in parts])
+            whole = [has or g is not None for g, has in parts]
+            norms.take_sums(
+                states, flats, [has and not norms.has(states, i) for i, has in enumerate(whole)]
+            )
 
     def _add(self, flats: Flats, given: _Given) -> None:
         """Add gradients to the sums that there are; the others begin with them."""
         assert flats.gradient is not None
         states = given.states
         totals = views_of(flats.gradient, states.layout.slices)
+        squared = self._wants_norms and self._norms.in_passing
         with torch.no_grad():
-            for total, gradient, has in zip(totals, given.gradients, given.sums, strict=True):
+            for i, (total, gradient) in enumerate(zip(totals, given.gradients, strict=True)):
                 if gradient is not None:
-                    _add(total, gradient, has)
+                    squares = _add(total, gradient, given.sums[i], squared=squared)
+                    if squares is not None:
+                        self._norms.note(states, i, squares)
 
     @property
     def _ring(self) -> BufferRing:
@@ -946,25 +957,31 @@ def _only(gradients: Sequence[Tensor | None], chosen: Sequence[bool]) -> list[Te
     return [g if yes else None for g, yes in zip(gradients, chosen, strict=True)]
 
 
-def _add(total: Tensor, gradient: Tensor, has: bool) -> None:
-    """Add to a sum that there is; begin it otherwise."""
+def _add(total: Tensor, gradient: Tensor, has: bool, *, squared: bool = False) -> float | None:
+    """Add to a sum that there is; begin it otherwise. `squared`: returns the sum of squares of the
+    new totals, if it costs no second pass."""
     if not has:
         total.copy_(gradient)
-        return
+        return None
     if total.device.type != "cpu" or total.stride() != gradient.stride():
         total.add_(gradient)  # elsewhere than on CPUs a cast takes no memory
-        return
+        return None
     kernel = adam.kernel()
-    if kernel is not None and kernel.add(total, gradient):
-        return
+    if kernel is not None and squared:
+        squares = kernel.add_squared(total, gradient)
+        if squares is not None:
+            return squares
+    elif kernel is not None and kernel.add(total, gradient):
+        return None
     if total.dtype == gradient.dtype:
         total.add_(gradient)
-        return
+        return None
     size = total.numel()
     flat, other = total.as_strided((size,), (1,)), gradient.as_strided((size,), (1,))
     step = max(_CHUNK, 2**15 * torch.get_num_threads())
     for at in range(0, size, step):
         flat[at : at + step].add_(other[at : at + step])
+    return None
 
 
 def _close_all(rings: Sequence[BufferRing]) -> None:

@@ -270,29 +270,57 @@ struct Work {  // what threads share
   virtual ~Work() = default;
 };
 
+// The sum of squares, in double; eight sums side by side, so that it is vectorized.
+double squares_of(const float* x, int64_t n) {
+  double sums[8] = {0};
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    for (int64_t k = 0; k < 8; k++) {
+      const double value = x[i + k];
+      sums[k] += value * value;
+    }
+  }
+  double rest = 0;
+  for (; i < n; i++) rest += static_cast<double>(x[i]) * x[i];
+  for (double sum : sums) rest += sum;
+  return rest;
+}
+
 struct Sum : Work {  // total += gradient, in pieces that threads take in turn
   float* total;
   const void* gradient;
   int32_t dtype;
   int64_t size;
+  std::vector<double> squares;  // of the new totals, a piece each; empty: not wanted
   std::atomic<int64_t> next{0};
 
-  Sum(float* to, const void* from, int32_t kind, int64_t n)
-      : total(to), gradient(from), dtype(kind), size(n) {}
+  Sum(float* to, const void* from, int32_t kind, int64_t n, bool squared)
+      : total(to), gradient(from), dtype(kind), size(n),
+        squares(squared ? (n + kPiece - 1) / kPiece : 0) {}
+
+  void add(int64_t begin, int64_t end) {
+    if (dtype == kFloat) {
+      const float* from = static_cast<const float*>(gradient);
+      for (int64_t i = begin; i < end; i++) total[i] += from[i];
+    } else if (dtype == kBfloat16) {
+      const uint16_t* from = static_cast<const uint16_t*>(gradient);
+      for (int64_t i = begin; i < end; i++) total[i] += from_bf16(from[i]);
+    } else {
+      const uint16_t* from = static_cast<const uint16_t*>(gradient);
+      for (int64_t i = begin; i < end; i++) total[i] += from_half(from[i]);
+    }
+  }
 
   void work() override {
-    for (int64_t at = kPiece * next++; at < size; at = kPiece * next++) {
-      const int64_t end = at + kPiece < size ? at + kPiece : size;
-      if (dtype == kFloat) {
-        const float* from = static_cast<const float*>(gradient);
-        for (int64_t i = at; i < end; i++) total[i] += from[i];
-      } else if (dtype == kBfloat16) {
-        const uint16_t* from = static_cast<const uint16_t*>(gradient);
-        for (int64_t i = at; i < end; i++) total[i] += from_bf16(from[i]);
-      } else {
-        const uint16_t* from = static_cast<const uint16_t*>(gradient);
-        for (int64_t i = at; i < end; i++) total[i] += from_half(from[i]);
+    for (int64_t piece = next++; piece * kPiece < size; piece = next++) {
+      const int64_t end = (piece + 1) * kPiece < size ? (piece + 1) * kPiece : size;
+      double found = 0;
+      for (int64_t at = piece * kPiece; at < end; at += kBlock) {  // squares from the L1 cache
+        const int64_t stop = at + kBlock < end ? at + kBlock : end;
+        add(at, stop);
+        if (!squares.empty()) found += squares_of(total + at, stop - at);
       }
+      if (!squares.empty()) squares[piece] = found;
     }
   }
 };
@@ -411,9 +439,21 @@ int lohan_has_half() {
 
 void lohan_pool_delete(void* pool) { delete static_cast<Pool*>(pool); }
 
-void lohan_add(void* pool, float* total, const void* gradient, int32_t dtype, int64_t size) {
-  Sum sum(total, gradient, dtype, size);
-  static_cast<Pool*>(pool)->run(sum);
+// Adds; with `squares` that also gets the sum of squares of the new totals, the same for any number
+// of threads. Returns 0, or 1 if there was no memory for the call (nothing is changed then).
+int lohan_add(void* pool, float* total, const void* gradient, int32_t dtype, int64_t size,
+              double* squares) {
+  try {
+    Sum sum(total, gradient, dtype, size, squares != nullptr);
+    static_cast<Pool*>(pool)->run(sum);
+    if (squares != nullptr) {
+      *squares = 0;
+      for (double piece : sum.squares) *squares += piece;
+    }
+  } catch (...) {
+    return 1;
+  }
+  return 0;
 }
 
 // Returns 0, or 1 if there was no memory for the call (nothing is changed then).

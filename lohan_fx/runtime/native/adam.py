@@ -208,8 +208,9 @@ class AdamKernel:
             ctypes.c_void_p,
             ctypes.c_int32,
             ctypes.c_int64,
+            ctypes.POINTER(ctypes.c_double),
         ]
-        self._library.lohan_add.restype = None
+        self._library.lohan_add.restype = ctypes.c_int
         self.has_half = bool(self._library.lohan_has_half())
         self.num_threads = num_threads
         self._pool = self._library.lohan_pool_new(num_threads)
@@ -231,19 +232,30 @@ class AdamKernel:
 
         Both must be of one size and lie in memory alike, without gaps.
         """
+        return self._add(total, gradient, None)
+
+    def add_squared(self, total: Tensor, gradient: Tensor) -> float | None:
+        """`add`, and return the sum of squares of the new totals, summed in float64; None if
+        nothing is done. It takes no second pass over them, and does not depend on the number of
+        threads."""
+        squares = ctypes.c_double()
+        return squares.value if self._add(total, gradient, squares) else None
+
+    def _add(self, total: Tensor, gradient: Tensor, squares: ctypes.c_double | None) -> bool:
         low = gradient.dtype == torch.float16 and not self.has_half
         if total.dtype != torch.float32 or gradient.dtype not in _DTYPES or low:
             return False
         if total.device.type != "cpu" or gradient.device.type != "cpu":
             return False
-        self._library.lohan_add(
+        failed = self._library.lohan_add(
             self._pool,
             total.data_ptr(),
             gradient.data_ptr(),
             _DTYPES[gradient.dtype],
             total.numel(),
+            None if squares is None else ctypes.byref(squares),
         )
-        return True
+        return not failed
 
     def close(self) -> None:
         """Join the threads. No call may be running."""
