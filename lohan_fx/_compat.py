@@ -501,6 +501,21 @@ def inductor_kernel(
     return made
 
 
+def gradient_hook(parameter: torch.Tensor) -> str:
+    """What registered a hook that autograd would call with the parameter's gradient, or ""."""
+    if parameter._backward_hooks:
+        return "register_hook"
+    hooks = parameter._post_accumulate_grad_hooks
+    return "register_post_accumulate_grad_hook" if hooks else ""
+
+
+def backward_hook(module: nn.Module) -> str:
+    """What registered a hook that autograd would call at the module's backward, or ""."""
+    if module._backward_hooks:
+        return "register_full_backward_hook"
+    return "register_full_backward_pre_hook" if module._backward_pre_hooks else ""
+
+
 def set_cuda_allocator(settings: str) -> bool:
     """Change settings of CUDA's caching allocator, in the syntax of ``PYTORCH_ALLOC_CONF``.
 
