@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -507,6 +507,18 @@ def gradient_hook(parameter: torch.Tensor) -> str:
         return "register_hook"
     hooks = parameter._post_accumulate_grad_hooks
     return "register_post_accumulate_grad_hook" if hooks else ""
+
+
+@contextlib.contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """The module itself has no hooks, neither of forward nor of backward; those inside stay."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = {kind: module.__dict__[kind] for kind in kinds}
+    module.__dict__.update({kind: OrderedDict() for kind in kinds})
+    try:
+        yield
+    finally:
+        module.__dict__.update(found)
 
 
 def backward_hook(module: nn.Module) -> str:

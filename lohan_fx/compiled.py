@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lohan_fx import footprint
-from lohan_fx._compat import backward_hook, gradient_hook
+from lohan_fx._compat import backward_hook, gradient_hook, without_hooks
 from lohan_fx.annotate import StateLayout, UnitLayout, annotate, unit_layouts
 from lohan_fx.capture import Captured, Outputs, capture
 from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES
@@ -365,12 +365,10 @@ class CompiledModel:
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> CompiledProgram:
         options = self.options
-        modules = list(self.model.named_modules())
+        # without the model, which is held weakly: its own hooks are called around the program
+        self._inner = list(self.model.named_modules())[1:]
         if grad:
-            self._check_hooks(self._parameters(), modules)
-        # without the model, which is held weakly: hooks that it gets later are called around the
-        # program
-        self._inner = modules[1:]
+            self._check_hooks(self._parameters(), self._inner)
         with self._stage("capture"):
             captured = self._capture(args, kwargs, grad)
         if options.fused:
@@ -532,7 +530,8 @@ class CompiledModel:
         return dataclasses.replace(workload, units=tuple(units))
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Captured:
-        with self._as_it_was() as model, _without_gradients(model):
+        # the model's own hooks are called around the program: they are no part of it
+        with self._as_it_was() as model, _without_gradients(model), without_hooks(model):
             return capture(
                 model,
                 args,
@@ -886,10 +885,9 @@ class CompiledModel:
         for name, module in modules:
             kind = backward_hook(module)
             if kind:
-                where = f"module {name}" if name else "the model"
                 raise StepError(
-                    f"{where} has a hook of {kind}(), which would not be called: backward is one "
-                    "program. Remove it, or keep what needs it out of the module that is "
+                    f"module {name} has a hook of {kind}(), which would not be called: backward is "
+                    "one program. Remove it, or keep what needs it out of the module that is "
                     "compiled; gradients of parameters are in .grad with gradients='kept'"
                 )
 

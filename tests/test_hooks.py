@@ -89,18 +89,22 @@ def test_hooks_are_called_where_autograd_has_the_gradients(kind: str, hw: Hardwa
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_hooks_of_the_whole_model(hw: HardwareProfile) -> None:
-    """Registered after the first forward they are called around the program; before, refused."""
-    model = built()
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_of_the_whole_model_are_called_once(late: bool, hw: HardwareProfile) -> None:
+    """Around the program: what they change is changed once, as in plain PyTorch."""
+    plain, model = built(), built()
+    reference = torch.optim.SGD(plain.parameters(), 0.1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     lohan_fx.compile(model, hw=hw, optimizer=optimizer)
+    if late:
+        assert torch.equal(step(model, optimizer), step(plain, reference))
     called: list[Any] = []
-    handle = model.register_full_backward_pre_hook(lambda *given: called.append(given))
-    with pytest.raises(StepError, match="the model has a hook of register_full_backward_pre_hook"):
-        step(model, optimizer)
-    handle.remove()
-    step(model, optimizer)
-    model.register_full_backward_pre_hook(lambda *given: called.append(given))
-    step(model, optimizer)
-    assert len(called) == 1
+    for module in (plain, model):
+        module.register_forward_pre_hook(lambda _, given: (given[0] + 1,))
+        module.register_forward_hook(lambda _m, _given, out: out * 2)
+        module.register_full_backward_pre_hook(lambda _, given: (given[0] * 3,))
+        module.register_full_backward_hook(lambda *given: called.append(given))
+    for _ in range(2):
+        assert torch.equal(step(model, optimizer), step(plain, reference))
+    assert len(called) == 4
     model.lohan.close()  # type: ignore[operator, union-attr]
