@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -504,6 +504,33 @@ def inductor_kernel(
         made: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
         made = compile_fx_inner(module, list(inputs))
     return made
+
+
+def gradient_hook(parameter: torch.Tensor) -> str:
+    """What registered a hook that autograd would call with the parameter's gradient, or ""."""
+    if parameter._backward_hooks:
+        return "register_hook"
+    hooks = parameter._post_accumulate_grad_hooks
+    return "register_post_accumulate_grad_hook" if hooks else ""
+
+
+@contextlib.contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """The module itself has no hooks, neither of forward nor of backward; those inside stay."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = {kind: module.__dict__[kind] for kind in kinds}
+    module.__dict__.update({kind: OrderedDict() for kind in kinds})
+    try:
+        yield
+    finally:
+        module.__dict__.update(found)
+
+
+def backward_hook(module: nn.Module) -> str:
+    """What registered a hook that autograd would call at the module's backward, or ""."""
+    if module._backward_hooks:
+        return "register_full_backward_hook"
+    return "register_full_backward_pre_hook" if module._backward_pre_hooks else ""
 
 
 def set_cuda_allocator(settings: str) -> bool:

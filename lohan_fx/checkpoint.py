@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import operator
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lohan_fx import manifest
-from lohan_fx.arguments import check_count, check_flag, path_of
+from lohan_fx.arguments import check_flag, path_of
 from lohan_fx.atomic import DTYPE_NAMES, TensorFile, TextFile, tensor_files, write_directory
 from lohan_fx.atomic import found as found_directory
 from lohan_fx.compiled import CompiledModel, Loaded
@@ -110,8 +111,10 @@ def save(
     target = path_of("directory", directory)
     compiled = _compiled(model)
     optimizer = _chosen(compiled, optimizer)
-    if step is not None:
-        step = check_count("step", step, "steps", least=0)
+    try:
+        step = None if step is None else operator.index(step)
+    except TypeError:
+        raise LohanError(f"step={step!r}: use a whole number, or None") from None
     if not isinstance(extra, (Mapping, type(None))):
         raise LohanError(f"extra={extra!r}: give a dict, such as {{'scheduler': …}}")
     try:

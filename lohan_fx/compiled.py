@@ -13,7 +13,7 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lohan_fx import footprint
+from lohan_fx._compat import backward_hook, gradient_hook, without_hooks
 from lohan_fx.annotate import StateLayout, UnitLayout, annotate, unit_layouts
 from lohan_fx.capture import Captured, Outputs, capture
 from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES
@@ -204,6 +205,7 @@ class CompiledModel:
         self._layouts: tuple[UnitLayout, ...] = unit_layouts(
             model, self._trained, self._state_layout
         )
+        self._inner: list[tuple[str, nn.Module]] = []
         self._numbers = itertools.count()
         self._anchor = torch.zeros((), requires_grad=True)
         self._closer: weakref.finalize[Any, Any] | None = None
@@ -367,6 +369,10 @@ class CompiledModel:
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> CompiledProgram:
         options = self.options
+        # without the model, which is held weakly: its own hooks are called around the program
+        self._inner = list(self.model.named_modules())[1:]
+        if grad:
+            self._check_hooks(self._parameters(), self._inner)
         with self._stage("capture"):
             captured = self._capture(args, kwargs, grad)
         if options.fused:
@@ -554,7 +560,8 @@ class CompiledModel:
         return dataclasses.replace(workload, units=tuple(units))
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Captured:
-        with self._as_it_was() as model, _without_gradients(model):
+        # the model's own hooks are called around the program: they are no part of it
+        with self._as_it_was() as model, _without_gradients(model), without_hooks(model):
             return capture(
                 model,
                 args,
@@ -731,7 +738,9 @@ class CompiledModel:
         self._end_interrupted()
         named = self._parameters()  # walking through the modules once: it takes a millisecond
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in named.values())
-        if not grad and foreign_input(args, kwargs):
+        if grad:
+            self._check_hooks(named, self._inner)
+        elif foreign_input(args, kwargs):
             return self._run_eagerly(args, kwargs)
         key = self._signature(named, args, kwargs)
         program = (self._program if key.grad else self._evaluation)(args, kwargs, key)
@@ -892,6 +901,32 @@ class CompiledModel:
                 raise StepError(
                     f"parameter {name} is another tensor than when the model was compiled: call "
                     "model.lohan.close() before replacing layers, and compile again"
+                )
+
+    def _check_hooks(
+        self, named: Mapping[str, nn.Parameter], modules: Iterable[tuple[str, nn.Module]]
+    ) -> None:
+        """Refuse hooks that plain PyTorch's backward would call, and this one does not.
+
+        Without an optimizer parameters get their gradients from autograd, and hooks are called.
+        """
+        for name in self._trained:
+            kind = gradient_hook(named[name]) if name in named else ""
+            if kind:
+                raise StepError(
+                    f"parameter {name} has a hook of {kind}(), which would not be called: the "
+                    "gradient updates its unit in backward, or is added up there, without passing "
+                    "through autograd. Remove the hook; compile with gradients='kept' and read or "
+                    "change .grad between backward and optimizer.step(), or use clip_grad_norm= or "
+                    "clip_grad_value= (a hook that runs an optimizer in backward is not needed)"
+                )
+        for name, module in modules:
+            kind = backward_hook(module)
+            if kind:
+                raise StepError(
+                    f"module {name} has a hook of {kind}(), which would not be called: backward is "
+                    "one program. Remove it, or keep what needs it out of the module that is "
+                    "compiled; gradients of parameters are in .grad with gradients='kept'"
                 )
 
     def _check_step(self) -> None:

@@ -328,7 +328,7 @@ def test_what_cannot_be_measured(here: lohan_fx.HardwareProfile) -> None:
         ask(model, rows())
     with pytest.raises(LohanError, match="on the meta device"):
         ask(meta(lambda: toy(2)), x)
-    with pytest.raises(LohanError, match="at least one step"):
+    with pytest.raises(LohanError, match="number of measured steps, at least 1"):
         ask(model, x, steps=0)
     with pytest.raises(LohanError, match="with batch 3 needs inputs as a function"):
         ask(model, x, batch=3)

@@ -38,7 +38,7 @@ X = torch.ones(2, 8)
         (lambda m, hw, p: save(m, ""), "directory='' is no path"),
         (lambda m, hw, p: save(m, "a\0b"), "is no path"),
         (lambda m, hw, p: save(m, p / ("x" * 300)), "cannot use .*: File name too long"),
-        (lambda m, hw, p: save(m, p / "s", step="a"), "step='a': use a number"),
+        (lambda m, hw, p: save(m, p / "s", step="a"), "step='a': use a whole number"),
         (lambda m, hw, p: save(m, p / "s", extra=[1]), r"extra=\[1\]: give a dict"),
         (lambda m, hw, p: save(m, p / "s", max_shard_bytes="x"), "max_shard_bytes: 'x' is no size"),
         (lambda m, hw, p: save(m, p / "s", optimizer=torch.optim.SGD), "optimizer=SGD: use None"),

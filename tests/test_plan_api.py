@@ -436,7 +436,7 @@ def test_inputs_that_do_not_do() -> None:
         plan(model, 3, hw=HW)
     with pytest.raises(LohanError, match="first dimension"):
         plan(model, {"x": rows(), "y": rows(3)}, hw=HW, batch=2)
-    with pytest.raises(LohanError, match="at least one sample"):
+    with pytest.raises(LohanError, match="number of samples, at least 1"):
         plan(model, rows(), hw=HW, batch=0)
     with pytest.raises(LohanError, match="1024 tokens a sample"):
         plan("dit-0.67b", hw=HW, sequence=77)

@@ -190,7 +190,7 @@ def test_the_meter_samples_once_when_the_cap_is_short() -> None:
         ({"device": "cuda:99"}, "device 'cuda:99': torch .* sees"),
         ({"dtypes": ["int8"]}, "dtype 'int8' is no floating-point dtype"),
         ({"dtypes": ["nonsense"]}, "dtype 'nonsense'"),
-        ({"dtypes": []}, "dtypes is empty"),
+        ({"dtypes": []}, "name at least one in a list"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lohan_fx.errors import PlanError
-from lohan_fx.plan import SCHEDULES, WAITING, FetchWindow, Plan
+from lohan_fx.plan import SCHEDULES, WHOLE, FetchWindow, Plan
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.planners.random_policy import RandomPolicy
 from lohan_fx.program import Program, lower, regions_of, residency, window_storage
@@ -105,7 +105,7 @@ class Liveness:
         return (self.w.op_index[self.plan.units[unit].emit_after or ""], 0.7 + 0.05 * rank)
 
     def _kept_gradients(self) -> set[str]:
-        if self.plan.schedule not in WAITING:
+        if self.plan.schedule not in WHOLE:
             return set()
         return {
             g for u in self.w.units if self.plan.units[u.name].tier == "device" for g in u.gradients
@@ -141,7 +141,7 @@ class Liveness:
                 held += [t for v in params for t in self.reads_at(v) if first <= t[0] <= last]
                 self.samples.add((start, -0.95))
                 self.span((start, -0.95), max(held), unit.compute_bytes)
-            if p.tier == "device" and unit.trainable and self.plan.schedule not in WAITING:
+            if p.tier == "device" and unit.trainable and self.plan.schedule not in WHOLE:
                 at = self.emit(unit.name)
                 self.samples.add(at)
                 self.span(at, at, unit.update_scratch_bytes)
