@@ -246,6 +246,10 @@ class CompiledModel:
         return self.latest
 
     @property
+    def _updater(self) -> Updater | None:
+        return self.memory.updater if self.memory is not None else None
+
+    @property
     def counters(self) -> Counters:
         """Bytes moved since the model was compiled."""
         return self.memory.lanes.counters.copy() if self.memory is not None else Counters()
@@ -386,6 +390,7 @@ class CompiledModel:
                 "before optimizer.step(), but the options about gradients need all of them before: "
                 "plan with schedule 'deferred' or 'serial'"
             )
+        behind = self._updater is not None and self._updater.behind
         self.sync()  # updates of the last step may still read buffers
         if self.options.forwards == 1 or self._slots_move(workload, plan):
             for program in self.programs.values():
@@ -394,13 +399,20 @@ class CompiledModel:
             self.memory.lanes.drain()  # buffers may move
         if self.memory is None:
             with self._stage("allocate"):
-                self.memory = self._allocate(workload, plan)
+                self.memory = self._allocate(workload, plan, trains=captured.has_backward)
             self._closer = weakref.finalize(self.model, close_elsewhere, self.memory.close)
         else:
-            grown = self._reserve(self.memory, workload, plan) or not self.memory.connected
-            updater = self.memory.updater
-            if grown or updater is None or updater.schedule != plan.schedule:
-                self._connect(self.memory, workload, plan)
+            memory, updater, schedule = self.memory, self.memory.updater, plan.schedule
+            if updater is not None and not captured.has_backward:
+                schedule = updater.schedule  # it updates nothing: that of training programs stays
+            if memory.spares and schedule != "speculative":  # others have plans for that memory
+                memory.states.sync_from_user(behind=behind)
+                memory.drop_spares()
+            grown = self._reserve(memory, workload, plan) or not memory.connected
+            if schedule == "speculative" and captured.has_backward:
+                memory.make_spares()
+            if grown or updater is None or updater.schedule != schedule:
+                self._connect(memory, workload, schedule)
         with self._stage("rewrite"):
             return self._rewrite(captured, workload, plan)
 
@@ -482,14 +494,15 @@ class CompiledModel:
         planner: PlannerOptions,
     ) -> Plan:
         """A plan; with late updates if early ones into second copies have no room in host memory,
-        or drive units to the SSD."""
+        or drive units to the SSD, or had none for another program: they share it."""
         strategy = self.options.strategy
         if not self.options.may_defer or planner.states == "ssd":
             return make_plan(strategy, workload, hw, budget, planner)
-        with suppress(InsufficientMemoryError):
-            plan = make_plan(strategy, workload, hw, budget, planner)
-            if all(unit.tier != "ssd" for unit in plan.units.values()):
-                return plan
+        if self._updater is None or self._updater.schedule != "deferred":
+            with suppress(InsufficientMemoryError):
+                plan = make_plan(strategy, workload, hw, budget, planner)
+                if all(unit.tier != "ssd" for unit in plan.units.values()):
+                    return plan
         deferred = dataclasses.replace(planner, schedule="deferred")
         return make_plan(strategy, workload, hw, budget, deferred)
 
@@ -613,8 +626,9 @@ class CompiledModel:
 
     # -- memory -----------------------------------------------------------------------------
 
-    def _allocate(self, workload: Workload, plan: Plan) -> Memory:
-        """Allocate what the first program needs, before anything is moved; then move the states."""
+    def _allocate(self, workload: Workload, plan: Plan, *, trains: bool) -> Memory:
+        """Allocate what the first program needs, before anything is moved; then move the states.
+        `trains`: it has a backward."""
         options = self.options
         pin, locker = options.device.type == "cuda", PageLocker()
         memory = Memory(
@@ -656,7 +670,9 @@ class CompiledModel:
                 memory.states.take_states(self.optimizer, self.pending_states)
             self.source = self.pending_states = None
             self.masters = ()
-            self._connect(memory, workload, plan)
+            if trains and plan.schedule == "speculative":
+                memory.make_spares()
+            self._connect(memory, workload, plan.schedule)
         except BaseException:
             states = getattr(memory, "states", None)
             if states is not None and self.optimizer is not None:
@@ -690,20 +706,18 @@ class CompiledModel:
                 buffers[f"gradients of {unit.name}"] = (1, unit.compute_bytes)
         return memory.grow_buffers(buffers)
 
-    def _connect(self, memory: Memory, workload: Workload, plan: Plan) -> None:
+    def _connect(self, memory: Memory, workload: Workload, schedule: Schedule) -> None:
         """Give the updater the buffers; all programs use the new one."""
         if self.optimizer is None or not self._trained:
             memory.connected = True
             return
-        if plan.schedule == "speculative":
-            memory.make_spares()
         old = memory.updater
         rings = {tier: memory.ring(f"gradients {tier}") for tier in ("host", "ssd")}
         own = {i: f"gradients of {unit.name}" for i, unit in enumerate(workload.units)}
         memory.updater = Updater(
             memory.states,
             memory.lanes,
-            plan.schedule,
+            schedule,
             self.optimizer,
             self._accumulation,
             self._clipping,
@@ -897,7 +911,7 @@ class CompiledModel:
     def _check_step(self) -> None:
         """Refuse a forward while the last step is not over, or a load that failed is not mended."""
         self._check_loaded()
-        updater = self.memory.updater if self.memory is not None else None
+        updater = self._updater
         if updater is None:
             return
         self.check_whole()
@@ -917,7 +931,7 @@ class CompiledModel:
 
     def _end_interrupted(self) -> None:
         """Wait for what an optimizer.step() that was interrupted left running."""
-        updater = self.memory.updater if self.memory is not None else None
+        updater = self._updater
         if updater is not None and updater.behind and updater.schedule not in LATE:
             updater.join()
 
@@ -973,7 +987,7 @@ class CompiledModel:
     def loaded(self, what: Loaded) -> None:
         """All weights, or all states of the optimizer, were loaded: the two mend a torn model."""
         self._partly.discard(what)
-        updater = self.memory.updater if self.memory is not None else None
+        updater = self._updater
         if updater is None or not updater.torn:
             return
         self._mended |= {what}
@@ -1002,7 +1016,7 @@ class CompiledModel:
         Raises:
             the first error of an update.
         """
-        updater = self.memory.updater if self.memory is not None else None
+        updater = self._updater
         if updater is not None and not updater.pending:
             updater.join()
 
@@ -1071,7 +1085,7 @@ class CompiledModel:
 
     def check_ended(self) -> None:
         """Finish the last step; refuse if it is under way: states are half updated then."""
-        updater = self.memory.updater if self.memory is not None else None
+        updater = self._updater
         if updater is not None and updater.pending:
             raise StepError(
                 "the model's weights or the optimizer's states are asked for between backward and "

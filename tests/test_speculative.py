@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import lohan_fx
 from lohan_fx import footprint
+from lohan_fx.api import LohanModule
 from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import UnitPlan
@@ -42,6 +43,7 @@ from tests.loops import (
     assert_same,
     check,
     compiled,
+    evaluate,
     sometimes,
     updater_of,
     windows,
@@ -1044,6 +1046,64 @@ def test_without_room_it_is_deferred(hw: HardwareProfile, monkeypatch: pytest.Mo
     made = prepared(skip_nonfinite=True, memory={**room, "host": sum(need.values())})
     assert made.plan.schedule == "speculative"
     made.lohan.close()
+
+
+def held_bytes(model: LohanModule) -> int:
+    """Host memory that a model holds."""
+    memory = model.lohan.memory
+    assert memory is not None
+    slabs = (memory.arena, memory.buffer_arena, *memory.moved, *memory.spares)
+    return memory.store.host_bytes + sum(slab.num_bytes for slab in slabs if slab is not None)
+
+
+@pytest.mark.parametrize(
+    ("order", "schedules", "dtype"),
+    [
+        ("big evaluate big", "DDD", None),
+        ("big small big", "DDD", None),
+        ("small big small big", "SDDD", "bf16"),
+        ("evaluate big small", "SDD", None),
+        pytest.param("small big small big", "SDDD", None, marks=pytest.mark.slow),
+        pytest.param("small evaluate small", "SSS", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_programs_that_share_host_memory(
+    order: str, schedules: str, dtype: Any, hw: HardwareProfile
+) -> None:
+    """One that has no room for second copies takes them from all, for good, and evaluations neither
+    bring nor take them: so the budget holds. Nothing is lost with them."""
+    batches = {"small": make("mlp")[1]}
+    batches["big"] = {k: torch.cat([v] * 100) for k, v in batches["small"].items()}
+
+    def begun(**more: Any) -> tuple[LohanModule, Training]:
+        model, _ = make("mlp")
+        training = training_of("adam", model)
+        options = {"strategy": "swap-all", "states": "host", "swap_to": "host", "dtype": dtype}
+        made = compiled(model, training.optimizer, hw, clip_grad_norm=NEVER, **options, **more)
+        return made, training
+
+    probe, _ = begun(schedule="deferred")
+    probe.lohan.prepare(**batches["big"])
+    room = sum(needs(probe).values()) + footprint.PAGE_BYTES
+    probe.lohan.close()
+    ours, its = begun(memory={"device": "1GiB", "host": room, "ssd": "1GiB"})
+    other, training = begun(schedule="serial")
+    for k, (what, schedule) in enumerate(zip(order.split(), schedules, strict=True)):
+        for made in (ours, other):
+            made.lohan.sync()
+            with torch.no_grad():  # the user's writes are not lost, either
+                next(iter(made.parameters())).add_(0.125 * k)
+        if what == "evaluate":
+            found, wanted = (evaluate("mlp", made, batches["small"]) for made in (ours, other))
+        else:
+            found = step(ours, its, batches[what])
+            wanted = step(other, training, batches[what])
+        assert identical(found, wanted)
+        assert updater_of(ours).schedule[0] == schedule.lower()
+        assert held_bytes(ours) <= room
+    for made in (ours, other):
+        made.lohan.close()
+    assert_same(ours, its.optimizer, other, training.optimizer)
 
 
 def test_kept_gradients_are_refused(hw: HardwareProfile) -> None:

@@ -90,6 +90,19 @@ class Memory:
             self.states.give_spare(states, arena.view(offset, states.spare_bytes))
             offset += states.spare_bytes
 
+    def drop_spares(self) -> None:
+        """Give the second copies' memory back. No updates run."""
+        if not self.spares:
+            return
+        self.lanes.drain()
+        reached = self.lanes.mark()  # a forward may still read units where they lie
+        if reached is not None:
+            reached.synchronize()
+        self.states.drop_spares()
+        for arena in self.spares:
+            arena.close()
+        self.spares = []
+
     def ring(self, name: str) -> BufferRing | None:
         """A new ring over the buffers of that name."""
         if name not in self.regions or self.buffer_arena is None:
