@@ -301,8 +301,15 @@ class CompiledModel:
     # -- programs ---------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> CompiledProgram:
-        """Make the program for these inputs without running it."""
+        """Make the program for these inputs without running it.
+
+        Raises:
+            StepError: backward has begun a step that optimizer.step() has not ended, whose
+                gradients are in buffers that a new program may replace.
+        """
         with _outside_inference_mode():
+            self._clear_unfinished()
+            self._check_step()
             return self._program(args, kwargs, self._signature(self._parameters(), args, kwargs))
 
     def _program(

@@ -597,13 +597,14 @@ def test_weights_that_are_written_between_backward_and_step(
 def test_what_is_refused_between_backward_and_step(
     hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forwards and states; the step goes on after that."""
+    """Forwards, programs and states; the step goes on after that."""
     both = Pair(hw, monkeypatch)
     both.both()
     backward(both.made, both.batch)
     saved = both.its.optimizer.state_dict()
     for ask in (
         lambda: both.made(**both.batch),
+        lambda: both.made.lohan.prepare(**both.batch),  # new buffers: a step without clipping
         both.ours.optimizer.state_dict,
         lambda: both.ours.optimizer.load_state_dict(saved),
         lambda: lohan_fx.save(both.made, "nowhere"),
