@@ -876,6 +876,36 @@ def test_a_trial_that_fails_when_it_counts(
     both.made.lohan.close()
 
 
+@pytest.mark.parametrize("then", ["again", "close"])
+def test_an_acceptance_that_fails(
+    then: str, watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next optimizer.step() goes on with it; or the model can be closed."""
+    both = Pair(hw, monkeypatch)
+    both.both()
+    may_flip, calls = ModelStates.may_flip, itertools.count()
+
+    def fail(*args: Any) -> bool:
+        if next(calls) == 1:
+            raise InjectedError
+        return may_flip(*args)
+
+    monkeypatch.setattr(ModelStates, "may_flip", fail)
+    watch.flips.clear()
+    backward(both.made, both.batch)
+    with pytest.raises(InjectedError):
+        both.ours.step()
+    if then == "close":
+        both.made.lohan.close()
+        return
+    both.ours.step()
+    step(both.plain, both.its, both.inputs)
+    assert len(watch.flips) == num_units(both.made)
+    both.check()
+    both.both()
+    both.close()
+
+
 def test_trials_that_end_after_the_step(
     hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -450,9 +450,14 @@ class ModelStates:
 
     def give_spare(self, states: UnitStates, buffer: Tensor) -> None:
         """Let a unit have its second flats in `spare_bytes` bytes of registered host memory."""
-        assert states.flats is not None
-        states.spare = states.carve(buffer, sums=False)
-        states.spare.gradient = states.flats.gradient
+        flats = states.flats
+        assert flats is not None
+        spare = states.carve(buffer, sums=False)
+        spare.gradient = flats.gradient
+        if states.visible is not None:  # now, so that nothing is left to fail in `flip`
+            visible = spare.compute if states.visible is flats.compute else spare.master
+            spare.shown = [Lent.of(view) for view in views_of(visible, states.layout.slices)]
+        states.spare = spare
 
     def may_flip(self, states: UnitStates) -> bool:
         """Whether nobody would miss it: no one else looks at the memory of the unit's parameters or
