@@ -406,7 +406,7 @@ class CompiledModel:
             self.memory.lanes.drain()  # buffers may move
         if self.memory is None:
             with self._stage("allocate"):
-                self.memory = self._allocate(workload, plan, trains=captured.has_backward)
+                self.memory = self._allocate(workload, plan)
             self._closer = weakref.finalize(self.model, close_elsewhere, self.memory.close)
         else:
             memory, updater, schedule = self.memory, self.memory.updater, plan.schedule
@@ -416,8 +416,7 @@ class CompiledModel:
                 memory.states.sync_from_user(behind=behind)
                 memory.drop_spares()
             grown = self._reserve(memory, workload, plan) or not memory.connected
-            if schedule == "speculative" and captured.has_backward:
-                memory.make_spares()
+            self._make_spares(memory, workload, schedule)
             if grown or updater is None or updater.schedule != schedule:
                 self._connect(memory, workload, schedule)
         with self._stage("rewrite"):
@@ -633,9 +632,8 @@ class CompiledModel:
 
     # -- memory -----------------------------------------------------------------------------
 
-    def _allocate(self, workload: Workload, plan: Plan, *, trains: bool) -> Memory:
-        """Allocate what the first program needs, before anything is moved; then move the states.
-        `trains`: it has a backward."""
+    def _allocate(self, workload: Workload, plan: Plan) -> Memory:
+        """Allocate what the first program needs, before anything is moved; then move the states."""
         options = self.options
         pin, locker = options.device.type == "cuda", PageLocker()
         memory = Memory(
@@ -677,8 +675,7 @@ class CompiledModel:
                 memory.states.take_states(self.optimizer, self.pending_states)
             self.source = self.pending_states = None
             self.masters = ()
-            if trains and plan.schedule == "speculative":
-                memory.make_spares()
+            self._make_spares(memory, workload, plan.schedule)
             self._connect(memory, workload, plan.schedule)
         except BaseException:
             states = getattr(memory, "states", None)
@@ -712,6 +709,12 @@ class CompiledModel:
             if footprint.has_own_buffer(unit, tiers[unit.name], plan.schedule, direct):
                 buffers[f"gradients of {unit.name}"] = (1, unit.compute_bytes)
         return memory.grow_buffers(buffers)
+
+    @staticmethod
+    def _make_spares(memory: Memory, workload: Workload, schedule: Schedule) -> None:
+        """Have the second copies that a program's updates are tried in."""
+        if schedule == "speculative":
+            memory.make_spares({unit.name for unit in workload.units if unit.trainable})
 
     def _connect(self, memory: Memory, workload: Workload, schedule: Schedule) -> None:
         """Give the updater the buffers; all programs use the new one."""
@@ -889,6 +892,8 @@ class CompiledModel:
         moving.sort(key=lambda states: states.tier != "device")  # these make room
         moved: list[str] = []
         try:
+            if moving:
+                memory.drop_spares()  # other units have them then
             for states in moving:
                 arena = None
                 if tiers[states.unit.name] == "host":

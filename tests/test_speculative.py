@@ -782,6 +782,9 @@ def test_units_that_move(first: Any, second: Any, watch: Watch, tmp_path: Path) 
     )
     assert model.lohan.refined is not None
     assert model.lohan.refined.moved
+    memory = model.lohan.memory
+    assert memory is not None
+    assert sum(arena.num_bytes for arena in memory.spares) == needs(model)["spares"]
     watch.flips.clear()
     backward(model, inputs)
     model.lohan.optimizer.step()  # type: ignore[union-attr]
@@ -1048,6 +1051,19 @@ def test_planned_host_memory_is_what_is_allocated(
     assert memory.arena is not None
     assert memory.arena.num_bytes == need["units"]
     both.made.lohan.close()
+
+
+def test_units_that_a_program_does_not_train(hw: HardwareProfile) -> None:
+    """They have no second copies, until one does."""
+    model, optimizer = next(sometimes())
+    made = compiled(model, optimizer, hw, strategy="keep-all", states="host", clip_grad_norm=NEVER)
+    for extra, number in ((False, 3), (True, 4)):
+        need = made.lohan.prepare(torch.randn(4, 8), extra) and needs(made)
+        assert held_bytes(made) == sum(need.values())
+        memory = made.lohan.memory
+        assert memory is not None
+        assert sum(s.spare is not None for s in memory.states.units) == number
+    made.lohan.close()
 
 
 def test_without_room_it_is_deferred(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ Nothing is planned here. `CompiledModel`, and each graph of the torch.compile ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -77,9 +77,9 @@ class Memory:
             self.lanes.staging = self.ring("staging")
         return True
 
-    def make_spares(self) -> None:
-        """Have second copies of all trained host units (schedule "speculative")."""
-        lacking = self.states.without_spare()
+    def make_spares(self, units: Collection[str]) -> None:
+        """Have second copies of these units, where in host memory (schedule "speculative")."""
+        lacking = [s for s in self.states.without_spare() if s.unit.name in units]
         if not lacking:
             return
         arena = Arena(sum(s.spare_bytes for s in lacking), pin=self.pin, locker=self.locker)
