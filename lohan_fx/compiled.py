@@ -248,6 +248,10 @@ class CompiledModel:
         return self.latest
 
     @property
+    def _updater(self) -> Updater | None:
+        return self.memory.updater if self.memory is not None else None
+
+    @property
     def counters(self) -> Counters:
         """Bytes moved since the model was compiled."""
         return self.memory.lanes.counters.copy() if self.memory is not None else Counters()
@@ -299,8 +303,15 @@ class CompiledModel:
     # -- programs ---------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> CompiledProgram:
-        """Make the program for these inputs without running it."""
+        """Make the program for these inputs without running it.
+
+        Raises:
+            StepError: backward has begun a step that optimizer.step() has not ended, whose
+                gradients are in buffers that a new program may replace.
+        """
         with _outside_inference_mode():
+            self._clear_unfinished()
+            self._check_step()
             return self._program(args, kwargs, self._signature(self._parameters(), args, kwargs))
 
     def _program(
@@ -392,6 +403,7 @@ class CompiledModel:
                 "before optimizer.step(), but the options about gradients need all of them before: "
                 "plan with schedule 'deferred' or 'serial'"
             )
+        behind = self._updater is not None and self._updater.behind
         self.sync()  # updates of the last step may still read buffers
         if self.options.forwards == 1 or self._slots_move(workload, plan):
             for program in self.programs.values():
@@ -403,10 +415,16 @@ class CompiledModel:
                 self.memory = self._allocate(workload, plan)
             self._closer = weakref.finalize(self.model, close_elsewhere, self.memory.close)
         else:
-            grown = self._reserve(self.memory, workload, plan) or not self.memory.connected
-            updater = self.memory.updater
-            if grown or updater is None or updater.schedule != plan.schedule:
-                self._connect(self.memory, workload, plan)
+            memory, updater, schedule = self.memory, self.memory.updater, plan.schedule
+            if updater is not None and not captured.has_backward:
+                schedule = updater.schedule  # it updates nothing: that of training programs stays
+            if memory.spares and schedule != "speculative":  # others have plans for that memory
+                memory.states.sync_from_user(behind=behind)
+                memory.drop_spares()
+            grown = self._reserve(memory, workload, plan) or not memory.connected
+            self._make_spares(memory, workload, schedule)
+            if grown or updater is None or updater.schedule != schedule:
+                self._connect(memory, workload, schedule)
         with self._stage("rewrite"):
             return self._rewrite(captured, workload, plan)
 
@@ -488,14 +506,15 @@ class CompiledModel:
         planner: PlannerOptions,
     ) -> Plan:
         """A plan; with late updates if early ones into second copies have no room in host memory,
-        or drive units to the SSD."""
+        or drive units to the SSD, or had none for another program: they share it."""
         strategy = self.options.strategy
         if not self.options.may_defer or planner.states == "ssd":
             return make_plan(strategy, workload, hw, budget, planner)
-        with suppress(InsufficientMemoryError):
-            plan = make_plan(strategy, workload, hw, budget, planner)
-            if all(unit.tier != "ssd" for unit in plan.units.values()):
-                return plan
+        if self._updater is None or self._updater.schedule != "deferred":
+            with suppress(InsufficientMemoryError):
+                plan = make_plan(strategy, workload, hw, budget, planner)
+                if all(unit.tier != "ssd" for unit in plan.units.values()):
+                    return plan
         deferred = dataclasses.replace(planner, schedule="deferred")
         return make_plan(strategy, workload, hw, budget, deferred)
 
@@ -663,7 +682,8 @@ class CompiledModel:
                 memory.states.take_states(self.optimizer, self.pending_states)
             self.source = self.pending_states = None
             self.masters = ()
-            self._connect(memory, workload, plan)
+            self._make_spares(memory, workload, plan.schedule)
+            self._connect(memory, workload, plan.schedule)
         except BaseException:
             states = getattr(memory, "states", None)
             if states is not None and self.optimizer is not None:
@@ -697,20 +717,24 @@ class CompiledModel:
                 buffers[f"gradients of {unit.name}"] = (1, unit.compute_bytes)
         return memory.grow_buffers(buffers)
 
-    def _connect(self, memory: Memory, workload: Workload, plan: Plan) -> None:
+    @staticmethod
+    def _make_spares(memory: Memory, workload: Workload, schedule: Schedule) -> None:
+        """Have the second copies that a program's updates are tried in."""
+        if schedule == "speculative":
+            memory.make_spares({unit.name for unit in workload.units if unit.trainable})
+
+    def _connect(self, memory: Memory, workload: Workload, schedule: Schedule) -> None:
         """Give the updater the buffers; all programs use the new one."""
         if self.optimizer is None or not self._trained:
             memory.connected = True
             return
-        if plan.schedule == "speculative":
-            memory.make_spares()
         old = memory.updater
         rings = {tier: memory.ring(f"gradients {tier}") for tier in ("host", "ssd")}
         own = {i: f"gradients of {unit.name}" for i, unit in enumerate(workload.units)}
         memory.updater = Updater(
             memory.states,
             memory.lanes,
-            plan.schedule,
+            schedule,
             self.optimizer,
             self._accumulation,
             self._clipping,
@@ -877,6 +901,8 @@ class CompiledModel:
         moving.sort(key=lambda states: states.tier != "device")  # these make room
         moved: list[str] = []
         try:
+            if moving:
+                memory.drop_spares()  # other units have them then
             for states in moving:
                 arena = None
                 if tiers[states.unit.name] == "host":
@@ -932,7 +958,7 @@ class CompiledModel:
     def _check_step(self) -> None:
         """Refuse a forward while the last step is not over, or a load that failed is not mended."""
         self._check_loaded()
-        updater = self.memory.updater if self.memory is not None else None
+        updater = self._updater
         if updater is None:
             return
         self.check_whole()
@@ -952,7 +978,7 @@ class CompiledModel:
 
     def _end_interrupted(self) -> None:
         """Wait for what an optimizer.step() that was interrupted left running."""
-        updater = self.memory.updater if self.memory is not None else None
+        updater = self._updater
         if updater is not None and updater.behind and updater.schedule not in LATE:
             updater.join()
 
@@ -1008,7 +1034,7 @@ class CompiledModel:
     def loaded(self, what: Loaded) -> None:
         """All weights, or all states of the optimizer, were loaded: the two mend a torn model."""
         self._partly.discard(what)
-        updater = self.memory.updater if self.memory is not None else None
+        updater = self._updater
         if updater is None or not updater.torn:
             return
         self._mended |= {what}
@@ -1037,7 +1063,7 @@ class CompiledModel:
         Raises:
             the first error of an update.
         """
-        updater = self.memory.updater if self.memory is not None else None
+        updater = self._updater
         if updater is not None and not updater.pending:
             updater.join()
 
@@ -1106,7 +1132,7 @@ class CompiledModel:
 
     def check_ended(self) -> None:
         """Finish the last step; refuse if it is under way: states are half updated then."""
-        updater = self.memory.updater if self.memory is not None else None
+        updater = self._updater
         if updater is not None and updater.pending:
             raise StepError(
                 "the model's weights or the optimizer's states are asked for between backward and "

@@ -314,10 +314,11 @@ class _Lowering:
                     f"unit {unit.name} is in the {p.tier} tier: only host memory can be read "
                     "directly"
                 )
-            if p.copy_tier is not None and (p.tier != "ssd" or not unit.has_separate_copy):
+            may_leave = p.tier == "ssd" and unit.has_separate_copy
+            if p.copy_tier not in (None, "host") or (p.copy_tier is not None and not may_leave):
                 raise PlanError(
                     f"the compute copy of unit {unit.name} cannot live in {p.copy_tier} memory: "
-                    "that is for units in the ssd tier, with a master beside their copy"
+                    "only host memory can have it, of units in the ssd tier with a master beside it"
                 )
             if p.tier == "device":
                 continue

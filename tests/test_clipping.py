@@ -76,6 +76,24 @@ def test_by_norm(
     check(name, loop, hw, monkeypatch, clip_grad_norm=0.1, **options)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_of_more_precision_than_masters(
+    accumulate: int, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dtype="fp64" of a float32 model, norms are of gradients in float32, as sums are."""
+    loop = windows("mlp", (accumulate, accumulate), norm=0.1)
+    options = {"states": "host", "accumulate": accumulate, "dtype": "fp64"}
+    remember_captures(monkeypatch, "mlp")
+    (plain, inputs), (model, batch) = make("mlp"), make("mlp")
+    its, training = training_of("sgd", plain), training_of("sgd", model)
+    wanted = loop(plain, its, inputs)
+    made = compiled(model, training.optimizer, hw, clip_grad_norm=0.1, **options)
+    found = loop(made, training, batch)
+    made.lohan.close()
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, check_dtype=False, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("states", ["host", "ssd"])
 @pytest.mark.parametrize("schedule", WHOLE)
 def test_norms_that_come_with_the_sums(

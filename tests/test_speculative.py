@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import lohan_fx
 from lohan_fx import footprint
+from lohan_fx.api import LohanModule
 from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import UnitPlan
@@ -42,6 +43,7 @@ from tests.loops import (
     assert_same,
     check,
     compiled,
+    evaluate,
     sometimes,
     updater_of,
     windows,
@@ -595,13 +597,14 @@ def test_weights_that_are_written_between_backward_and_step(
 def test_what_is_refused_between_backward_and_step(
     hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forwards and states; the step goes on after that."""
+    """Forwards, programs and states; the step goes on after that."""
     both = Pair(hw, monkeypatch)
     both.both()
     backward(both.made, both.batch)
     saved = both.its.optimizer.state_dict()
     for ask in (
         lambda: both.made(**both.batch),
+        lambda: both.made.lohan.prepare(**both.batch),  # new buffers: a step without clipping
         both.ours.optimizer.state_dict,
         lambda: both.ours.optimizer.load_state_dict(saved),
         lambda: lohan_fx.save(both.made, "nowhere"),
@@ -779,6 +782,9 @@ def test_units_that_move(first: Any, second: Any, watch: Watch, tmp_path: Path) 
     )
     assert model.lohan.refined is not None
     assert model.lohan.refined.moved
+    memory = model.lohan.memory
+    assert memory is not None
+    assert sum(arena.num_bytes for arena in memory.spares) == needs(model)["spares"]
     watch.flips.clear()
     backward(model, inputs)
     model.lohan.optimizer.step()  # type: ignore[union-attr]
@@ -871,6 +877,36 @@ def test_a_trial_that_fails_when_it_counts(
     with pytest.raises(StepError, match=r"between two steps: .* took the step"):
         both.made(**both.batch)
     both.made.lohan.close()
+
+
+@pytest.mark.parametrize("then", ["again", "close"])
+def test_an_acceptance_that_fails(
+    then: str, watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next optimizer.step() goes on with it; or the model can be closed."""
+    both = Pair(hw, monkeypatch)
+    both.both()
+    may_flip, calls = ModelStates.may_flip, itertools.count()
+
+    def fail(*args: Any) -> bool:
+        if next(calls) == 1:
+            raise InjectedError
+        return may_flip(*args)
+
+    monkeypatch.setattr(ModelStates, "may_flip", fail)
+    watch.flips.clear()
+    backward(both.made, both.batch)
+    with pytest.raises(InjectedError):
+        both.ours.step()
+    if then == "close":
+        both.made.lohan.close()
+        return
+    both.ours.step()
+    step(both.plain, both.its, both.inputs)
+    assert len(watch.flips) == num_units(both.made)
+    both.check()
+    both.both()
+    both.close()
 
 
 def test_trials_that_end_after_the_step(
@@ -1017,6 +1053,19 @@ def test_planned_host_memory_is_what_is_allocated(
     both.made.lohan.close()
 
 
+def test_units_that_a_program_does_not_train(hw: HardwareProfile) -> None:
+    """They have no second copies, until one does."""
+    model, optimizer = next(sometimes())
+    made = compiled(model, optimizer, hw, strategy="keep-all", states="host", clip_grad_norm=NEVER)
+    for extra, number in ((False, 3), (True, 4)):
+        need = made.lohan.prepare(torch.randn(4, 8), extra) and needs(made)
+        assert held_bytes(made) == sum(need.values())
+        memory = made.lohan.memory
+        assert memory is not None
+        assert sum(s.spare is not None for s in memory.states.units) == number
+    made.lohan.close()
+
+
 def test_without_room_it_is_deferred(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is the default; who asks for it by name is told what lacks."""
     remember_captures(monkeypatch, "mlp")
@@ -1044,6 +1093,64 @@ def test_without_room_it_is_deferred(hw: HardwareProfile, monkeypatch: pytest.Mo
     made = prepared(skip_nonfinite=True, memory={**room, "host": sum(need.values())})
     assert made.plan.schedule == "speculative"
     made.lohan.close()
+
+
+def held_bytes(model: LohanModule) -> int:
+    """Host memory that a model holds."""
+    memory = model.lohan.memory
+    assert memory is not None
+    slabs = (memory.arena, memory.buffer_arena, *memory.moved, *memory.spares)
+    return memory.store.host_bytes + sum(slab.num_bytes for slab in slabs if slab is not None)
+
+
+@pytest.mark.parametrize(
+    ("order", "schedules", "dtype"),
+    [
+        ("big evaluate big", "DDD", None),
+        ("big small big", "DDD", None),
+        ("small big small big", "SDDD", "bf16"),
+        ("evaluate big small", "SDD", None),
+        pytest.param("small big small big", "SDDD", None, marks=pytest.mark.slow),
+        pytest.param("small evaluate small", "SSS", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_programs_that_share_host_memory(
+    order: str, schedules: str, dtype: Any, hw: HardwareProfile
+) -> None:
+    """One that has no room for second copies takes them from all, for good, and evaluations neither
+    bring nor take them: so the budget holds. Nothing is lost with them."""
+    batches = {"small": make("mlp")[1]}
+    batches["big"] = {k: torch.cat([v] * 100) for k, v in batches["small"].items()}
+
+    def begun(**more: Any) -> tuple[LohanModule, Training]:
+        model, _ = make("mlp")
+        training = training_of("adam", model)
+        options = {"strategy": "swap-all", "states": "host", "swap_to": "host", "dtype": dtype}
+        made = compiled(model, training.optimizer, hw, clip_grad_norm=NEVER, **options, **more)
+        return made, training
+
+    probe, _ = begun(schedule="deferred")
+    probe.lohan.prepare(**batches["big"])
+    room = sum(needs(probe).values()) + footprint.PAGE_BYTES
+    probe.lohan.close()
+    ours, its = begun(memory={"device": "1GiB", "host": room, "ssd": "1GiB"})
+    other, training = begun(schedule="serial")
+    for k, (what, schedule) in enumerate(zip(order.split(), schedules, strict=True)):
+        for made in (ours, other):
+            made.lohan.sync()
+            with torch.no_grad():  # the user's writes are not lost, either
+                next(iter(made.parameters())).add_(0.125 * k)
+        if what == "evaluate":
+            found, wanted = (evaluate("mlp", made, batches["small"]) for made in (ours, other))
+        else:
+            found = step(ours, its, batches[what])
+            wanted = step(other, training, batches[what])
+        assert identical(found, wanted)
+        assert updater_of(ours).schedule[0] == schedule.lower()
+        assert held_bytes(ours) <= room
+    for made in (ours, other):
+        made.lohan.close()
+    assert_same(ours, its.optimizer, other, training.optimizer)
 
 
 def test_kept_gradients_are_refused(hw: HardwareProfile) -> None:

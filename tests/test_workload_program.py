@@ -297,6 +297,7 @@ def broken_plans() -> list[tuple[str, Plan]]:
         ("outside its windows", change_unit(good, "b1", windows=(early,))),
         ("emits before gradient", change_unit(good, "b1", emit_after="gelu1.b")),
         ("cannot live in host memory", change_unit(good, "b1", copy_tier="host")),
+        ("cannot live in moon memory", change_unit(good, "b1", tier="ssd", copy_tier="moon")),
         ("before it emits", change_unit(good, "b1", release_gradients_after="gelu1.b")),
     ]
 

@@ -89,9 +89,11 @@ class Norms:
 
     def take(self, states: UnitStates, i: int, gradient: Tensor) -> None:
         """Take the norm of the gradient of a unit's parameter `i`, where the gradient is."""
-        dtype = states.layout.dtype
+        dtype, gradient = states.layout.dtype, gradient.detach()
+        if torch.promote_types(gradient.dtype, dtype) != dtype:  # vector_norm narrows nothing
+            gradient = gradient.to(dtype)
         cast = None if gradient.dtype == dtype else dtype
-        norm = torch.linalg.vector_norm(gradient.detach(), 2.0, dtype=cast)
+        norm = torch.linalg.vector_norm(gradient, 2.0, dtype=cast)
         self._found[states.positions[i]] = norm
 
     def note(self, states: UnitStates, i: int, squares: float) -> None:

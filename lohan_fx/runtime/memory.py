@@ -6,7 +6,7 @@ Nothing is planned here. `CompiledModel`, and each graph of the torch.compile ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -77,9 +77,9 @@ class Memory:
             self.lanes.staging = self.ring("staging")
         return True
 
-    def make_spares(self) -> None:
-        """Have second copies of all trained host units (schedule "speculative")."""
-        lacking = self.states.without_spare()
+    def make_spares(self, units: Collection[str]) -> None:
+        """Have second copies of these units, where in host memory (schedule "speculative")."""
+        lacking = [s for s in self.states.without_spare() if s.unit.name in units]
         if not lacking:
             return
         arena = Arena(sum(s.spare_bytes for s in lacking), pin=self.pin, locker=self.locker)
@@ -89,6 +89,19 @@ class Memory:
             arena.register(offset, states.spare_bytes)
             self.states.give_spare(states, arena.view(offset, states.spare_bytes))
             offset += states.spare_bytes
+
+    def drop_spares(self) -> None:
+        """Give the second copies' memory back. No updates run."""
+        if not self.spares:
+            return
+        self.lanes.drain()
+        reached = self.lanes.mark()  # a forward may still read units where they lie
+        if reached is not None:
+            reached.synchronize()
+        self.states.drop_spares()
+        for arena in self.spares:
+            arena.close()
+        self.spares = []
 
     def ring(self, name: str) -> BufferRing | None:
         """A new ring over the buffers of that name."""

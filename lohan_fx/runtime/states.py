@@ -141,7 +141,7 @@ class UnitStates:
     stands in ``.grad`` (`runtime.guards`). `positions` are the parameters' in model.parameters().
     `taken`: the optimizer's states of the unit are here, and no longer with the optimizer.
     `spare` are a host unit's second flats, which updates are tried in (schedule "speculative"; sums
-    of gradients have no second flat).
+    of gradients have no second flat). `away`: the two have traded places, an odd number of times.
     `parked`: an SSD unit that is in host memory, because its file could not be written.
     `host_copy`: the compute copy of an SSD unit whose file holds all but that (None: all of it).
     Offsets and sizes below are of what lies together, so without it.
@@ -158,6 +158,7 @@ class UnitStates:
     optimizer: UnitOptimizer | None = None
     flats: Flats | None = None
     spare: Flats | None = None
+    away: bool = False
     offset: int = -1
     host_copy: Tensor | None = None
     visible: Tensor | None = None
@@ -449,9 +450,14 @@ class ModelStates:
 
     def give_spare(self, states: UnitStates, buffer: Tensor) -> None:
         """Let a unit have its second flats in `spare_bytes` bytes of registered host memory."""
-        assert states.flats is not None
-        states.spare = states.carve(buffer, sums=False)
-        states.spare.gradient = states.flats.gradient
+        flats = states.flats
+        assert flats is not None
+        spare = states.carve(buffer, sums=False)
+        spare.gradient = flats.gradient
+        if states.visible is not None:  # now, so that nothing is left to fail in `flip`
+            visible = spare.compute if states.visible is flats.compute else spare.master
+            spare.shown = [Lent.of(view) for view in views_of(visible, states.layout.slices)]
+        states.spare = spare
 
     def may_flip(self, states: UnitStates) -> bool:
         """Whether nobody would miss it: no one else looks at the memory of the unit's parameters or
@@ -466,12 +472,29 @@ class ModelStates:
         assert old is not None
         assert new is not None
         in_copy = states.visible is old.compute
-        states.flats, states.spare = new, old
+        states.flats, states.spare, states.away = new, old, not states.away
         states.direct = None
         if states.visible is None:
             return
         states.visible = new.compute if in_copy else new.master
         self._expose(states)
+
+    def drop_spares(self) -> None:
+        """Go on without second flats: units return to the memory that they had first. Nothing reads
+        or writes either; what users wrote into parameters has been taken over."""
+        for states in self.units:
+            if states.away:
+                old, new = states.flats, states.spare
+                assert old is not None
+                assert new is not None
+                new.compute.copy_(old.compute)
+                if new.master is not new.compute:
+                    new.master.copy_(old.master)
+                for name, flat in new.moments.items():
+                    flat.copy_(old.moments[name])
+                self.flip(states)
+            states.spare = None
+        # the second memory stays as it is: a state_dict() that somebody holds may look into it
 
     def sync_from_user(self, *, behind: bool = False) -> None:
         """Take over what user code wrote into parameters since the last step.
@@ -548,7 +571,7 @@ class ModelStates:
         if states.visible is not None:
             states.visible = flats.compute if states.visible is old.compute else flats.master
         states.flats, states.direct = flats, None
-        states.spare = None
+        states.spare, states.away = None, False
         states.tier = "device" if arena is None else "host"
         self._expose(states)
         for i, (p, gradient) in enumerate(zip(states.parameters, given, strict=True)):

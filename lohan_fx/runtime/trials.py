@@ -149,8 +149,11 @@ class Trials:
             clip: what has to be done to gradients.
 
         Returns:
-            the accepted trials of this step; they may still run. After an interrupted call the
-            next one returns all of them.
+            the accepted trials of this step; they may still run. After an interrupted call, or one
+            that failed, the next one goes on and returns all of them.
+
+        Raises:
+            what kept the acceptance thread from it.
         """
         self._wait_settled()
         if self._open:
@@ -158,7 +161,9 @@ class Trials:
             self.num_lost += self._clipped
             right = not self._clipped and same_hyperparameters(self._hyperparameters, optimizer)
             self._settling = self._quiet.submit(partial(self._settle, right))
-            self._wait_settled()
+            error = self._wait_settled()
+            if error is not None:
+                raise error
         elif not self._tries:
             self._clipped = _by_norm(clip)
         return list(self._accepted)
@@ -172,10 +177,14 @@ class Trials:
                 self._drop(trial)
             self._open.pop()
 
-    def _wait_settled(self) -> None:
-        if self._settling is not None:
-            self._settling.synchronize()
-            self._settling = None
+    def _wait_settled(self) -> BaseException | None:
+        """Wait for the acceptance thread; returns its error, and forgets it."""
+        settling = self._settling
+        if settling is None:
+            return None
+        settling.settle()
+        self._settling = None
+        return settling.error
 
     def drop(self) -> None:
         """The step has ended: forget what was accepted, and drop what was not."""
