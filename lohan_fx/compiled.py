@@ -224,6 +224,11 @@ class CompiledModel:
                 model.register_load_state_dict_pre_hook(_Call(self, CompiledModel._other_weights)),
                 model.register_load_state_dict_post_hook(_end_of_load(weakref.ref(self))),
             ]
+            self._hooks += [  # parts of the model are saved, too; the whole is `LohanModule`'s
+                module.register_state_dict_pre_hook(_WaitHook(self, CompiledModel.sync))
+                for module in model.modules()
+                if module is not model
+            ]
             for p in model.parameters():
                 made = optimizer.state.get(p, {}).values() if p.is_meta else ()
                 if any(isinstance(v, Tensor) and v.is_meta for v in made):
@@ -413,8 +418,9 @@ class CompiledModel:
         if self.memory is None:
             with self._stage("allocate"):
                 self.memory = self._allocate(workload, plan)
-            self._closer = weakref.finalize(self.model, close_elsewhere, self.memory.close)
+            self._own_memory()
         else:
+            self._own_memory()
             memory, updater, schedule = self.memory, self.memory.updater, plan.schedule
             if updater is not None and not captured.has_backward:
                 schedule = updater.schedule  # it updates nothing: that of training programs stays
@@ -1210,12 +1216,19 @@ class CompiledModel:
         finally:
             self.memory.lanes.recorder = None
 
+    def _own_memory(self) -> None:
+        """See that memory is given back with the model, also if an interrupt struck between."""
+        model = self._model()
+        if self._closer is None and self.memory is not None and model is not None:
+            self._closer = weakref.finalize(model, close_elsewhere, self.memory.close)
+
     def close(self) -> None:
         """Join all threads, give all memory back, remove all files.
 
         The model is an ordinary module again, with its weights, and the optimizer has its states
         again; both stay in the memory where they are until they are collected.
         """
+        self._own_memory()
         try:
             self.sync()
         except Exception as error:  # noqa: BLE001 - what was held is given back all the same
@@ -1318,6 +1331,21 @@ class _Call:
         compiled = self._compiled()
         if compiled is not None:
             self._method(compiled)
+
+
+class _WaitHook(_Call):
+    """A hook of a submodule, which may be copied or pickled by itself: the copy has none."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 class _Waiting:

@@ -45,6 +45,7 @@ from tests.training import (
     Squeezed,
     WithCopies,
     identical,
+    model_threads,
     remember_captures,
     training_of,
 )
@@ -150,7 +151,7 @@ class Run:
         remember_captures(patch, name)
         self.name = name
         if options.get("states") == COPIES:
-            self.plain = _plain.setdefault(f"{name}, bf16", Mixed(name, hw))
+            self.plain = Mixed(name, hw)
             options.update(states="ssd", strategy=WithCopies(), dtype="bf16")
         else:
             self.plain = _plain.setdefault(name, Plain(name))
@@ -166,6 +167,8 @@ class Run:
 
     def close(self, hw: HardwareProfile) -> None:
         self.model.lohan.close()
+        if isinstance(self.plain, Mixed):
+            self.plain.model.lohan.close()  # type: ignore[union-attr]
         assert not list(Path(hw.ssds[0].path).iterdir())
 
     def step(self) -> Tensor:
@@ -435,6 +438,25 @@ def test_an_interrupt_anywhere_in_set_up(
     for _ in range(2):
         run.good_step()
     run.close(hw)
+
+
+def test_an_interrupt_right_behind_allocation(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model that has memory gives it back, threads and all."""
+    run = Trained(hw, monkeypatch)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lohan_fx.compiled.CompiledModel, "_own_memory", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.model.lohan.prepare(**run.inputs)
+    assert isinstance(run.model, LohanModule)
+    assert run.model.lohan.memory is not None
+    run.close(hw)
+    assert not model_threads()
 
 
 @pytest.mark.parametrize("stage", ["capture", "annotate", "make_plan", "split", "ModelStates"])

@@ -282,6 +282,37 @@ def test_trials_run_while_other_gradients_are_on_their_way(
     assert arrivals.met == [True, True]
 
 
+def test_parts_of_the_model_are_saved_as_the_step_made_them(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """state_dict() of a submodule waits for updates that still run; a pickled one has no hooks."""
+    remember_captures(monkeypatch, "gpt2")
+    model, inputs = make("gpt2")
+    training = training_of("adamw", model)
+    made = compiled(model, training.optimizer, hw, clip_grad_norm=NEVER, **SPECULATIVE)
+    update = Trials._update
+
+    def slow(trials: Trials, trial: Any) -> Any:
+        threading.Event().wait(0.05)
+        return update(trials, trial)
+
+    monkeypatch.setattr(Trials, "_update", slow)
+    part = made.get_submodule("transformer.h")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        loss_of("gpt2", made(**inputs)).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        early = {name: value.clone() for name, value in part.state_dict().items()}
+        for name, value in made.state_dict().items():
+            if name.startswith("transformer.h."):
+                assert identical(early[name.removeprefix("transformer.h.")], value)
+    copied = copy.deepcopy(part)
+    made.lohan.close()  # type: ignore[union-attr]
+    assert copied.state_dict().keys() == part.state_dict().keys()
+    assert not any(module._state_dict_pre_hooks for module in made.modules())
+
+
 def test_a_clipped_step_is_redone_and_the_next_one_does_not_try(
     watch: Watch, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
