@@ -7,11 +7,13 @@ the workers, and runs no test.
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -55,7 +57,9 @@ def every_model_is_closed() -> Iterator[None]:
     """No module leaves a model behind that still has its threads.
 
     What is there before a module's first test is taken out of the collector's sight: most of it is
-    imported code, and to walk through it is what `gc.collect` would take its time for.
+    imported code, and to walk through it is what `gc.collect` would take its time for. Workers of
+    pytest-xdist steal tests from each other, so what they have of a module ends anywhere: only runs
+    in one process look.
     """
     from tests.training import model_threads
 
@@ -63,6 +67,8 @@ def every_model_is_closed() -> Iterator[None]:
     gc.freeze()
     before = model_threads()
     yield
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
     gc.collect()
     until = time.monotonic() + 5  # a thread that was told to end needs a moment
     while model_threads() - before and time.monotonic() < until:
@@ -77,3 +83,30 @@ def hw(tmp_path: Path) -> HardwareProfile:
     from tests.training import cpu_hardware
 
     return cpu_hardware(tmp_path)
+
+
+@pytest.fixture
+def closed_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What torch.compile makes of this test's graphs with our backend ends with it.
+
+    Where a graph breaks, Dynamo puts its functions into the globals of the user's module, and a
+    reset leaves them there with our graphs: these are closed here, as they would be at exit.
+    """
+    import torch
+
+    from lohan_fx.backend import Calls, _close
+
+    made: list[weakref.ref[Calls]] = []
+    original = Calls.__init__
+
+    def remembered(self: Calls, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(Calls, "__init__", remembered)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+    gc.collect()
+    for calls in filter(None, (ref() for ref in made)):
+        _close(calls._memory, calls._stores)

@@ -6,7 +6,6 @@ Here the backend is named by its function; `tests.test_examples` has the entry p
 from __future__ import annotations
 
 import gc
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lohan_fx.backend
-from lohan_fx.backend import Calls, _close
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan
 from lohan_fx.runtime.engine import Engine
@@ -33,26 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs of other tests do not count.
-
-    Where a graph breaks, Dynamo puts its functions into the globals of the user's module, and a
-    reset leaves them there with our graphs: these are closed here, as they would be at exit.
-    """
-    made: list[weakref.ref[Calls]] = []
-    original = Calls.__init__
-
-    def remembered(self: Calls, *args: Any, **options: Any) -> None:
-        original(self, *args, **options)
-        made.append(weakref.ref(self))
-
-    monkeypatch.setattr(Calls, "__init__", remembered)
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-    gc.collect()
-    for calls in filter(None, (ref() for ref in made)):
-        _close(calls._memory, calls._stores)
+def fresh(closed_backends: None) -> None:
+    """Graphs of other tests do not count, and those of this one are closed."""
 
 
 @pytest.fixture

@@ -167,6 +167,7 @@ def test_who_asks_gets_updated_weights(
 def test_a_model_that_is_dropped_beside_updates(
     states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = model_threads()
     slow_updates(monkeypatch, 0.03)
     model, inputs = make("mlp")
     training = training_of("adam", model)
@@ -176,7 +177,7 @@ def test_a_model_that_is_dropped_beside_updates(
     assert running(made)
     del made, model, training
     gc.collect()
-    assert not model_threads()
+    assert model_threads() <= before
     assert not list(Path(hw.ssds[0].path).rglob("*"))
     plain, inputs = make("mlp")
     steps("mlp", plain, training_of("adam", plain), inputs, 2)

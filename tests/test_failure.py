@@ -444,6 +444,7 @@ def test_an_interrupt_right_behind_allocation(
     hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model that has memory gives it back, threads and all."""
+    before = model_threads()
     run = Trained(hw, monkeypatch)
 
     def interrupt(*_: Any) -> None:
@@ -456,7 +457,7 @@ def test_an_interrupt_right_behind_allocation(
     assert isinstance(run.model, LohanModule)
     assert run.model.lohan.memory is not None
     run.close(hw)
-    assert not model_threads()
+    assert model_threads() <= before
 
 
 @pytest.mark.parametrize("stage", ["capture", "annotate", "make_plan", "split", "ModelStates"])

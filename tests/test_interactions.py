@@ -272,6 +272,7 @@ def test_a_finalizer_on_a_thread_of_ours_does_not_wait_for_it() -> None:
     assert done[-1] == threading.main_thread().name
 
 
+@pytest.mark.usefixtures("closed_backends")
 def test_a_slow_write_of_one_call_keeps_its_buffer(
     hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -300,6 +300,7 @@ def test_a_failed_forward_beside_updates(
 def test_a_model_that_is_dropped_beside_updates(
     states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = model_threads()
     slow_updates(monkeypatch, 0.03)
     model, inputs, training = compiled("mlp", hw, None, states=states)  # captures hold models
     one_step("mlp", model, inputs, training, 0)
@@ -308,7 +309,7 @@ def test_a_model_that_is_dropped_beside_updates(
     assert running(model)
     del model, training
     gc.collect()
-    assert not model_threads()
+    assert model_threads() <= before
     assert not list(Path(hw.ssds[0].path).rglob("*"))
     _, reference, _ = plain_steps("mlp", 2)
     assert all(identical(p, q) for p, q in zip(held, reference.parameters(), strict=True))

@@ -90,9 +90,12 @@ class Delays:
             time.sleep(length)
 
 
-def leftovers(hw: HardwareProfile) -> tuple[set[threading.Thread], list[Path]]:
+def leftovers(
+    hw: HardwareProfile, before: set[threading.Thread]
+) -> tuple[set[threading.Thread], list[Path]]:
+    """Threads of models that were not there before, and files."""
     gc.collect()
-    return model_threads(), list(Path(hw.ssds[0].path).rglob("*"))
+    return model_threads() - before, list(Path(hw.ssds[0].path).rglob("*"))
 
 
 def train(
@@ -119,6 +122,7 @@ def check(
     num_steps: int = 4,
     seed: int = 0,
 ) -> None:
+    before = model_threads()
     plain, inputs = make(name)
     wanted = list(train(name, plain, inputs, training_of("adam", plain).optimizer, num_steps))
     remember_captures(patch, name)
@@ -144,7 +148,7 @@ def check(
         assert "lohan_fx-optimizer" in delays.threads
     if states == "ssd":
         assert any("io" in name for name in delays.threads)
-    assert leftovers(hw) == (set(), [])
+    assert leftovers(hw, before) == (set(), [])
 
 
 def test_late_threads_change_nothing(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +182,7 @@ def test_memory_is_flat(
     states: str, schedule: str, late: bool, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remember_captures(monkeypatch, "gpt2")
+    before = model_threads()
     model, inputs = make("gpt2")
     optimizer = training_of("adam", model).optimizer
     if late:
@@ -203,13 +208,14 @@ def test_memory_is_flat(
     assert files[59] == files[20]
     assert threads[59] == threads[20]
     model.lohan.close()
-    assert leftovers(hw) == (set(), [])
+    assert leftovers(hw, before) == (set(), [])
 
 
 @pytest.mark.slow
 def test_many_models_one_after_another(hw: HardwareProfile) -> None:
     """Threads, descriptors and memory are back after each; some are dropped, not closed."""
     process = psutil.Process()
+    before = model_threads()
     sizes: list[int] = []
     files: list[int] = []
     for k in range(24):
@@ -224,7 +230,7 @@ def test_many_models_one_after_another(hw: HardwareProfile) -> None:
         if k % 3:
             made.lohan.close()
         del made, model, optimizer, losses
-        assert leftovers(hw) == (set(), [])
+        assert leftovers(hw, before) == (set(), [])
         sizes.append(process.memory_info().rss)
         files.append(process.num_fds())
     assert max(sizes[18:]) - max(sizes[4:10]) < FLAT_BYTES

@@ -248,7 +248,8 @@ class RankedLane(Lane):
 
     If no input has arrived, the job that was submitted first runs and waits for its own. Jobs of
     rank None run in the order of submission among themselves, after those with a rank. Jobs
-    submitted without one are always ready and of rank 0.
+    submitted without one are always ready and of rank 0. Jobs of one rank whose inputs arrive in
+    the order of submission run in that order.
     """
 
     def __init__(self, name: str, on_lost: Callable[[], None] | None = None) -> None:
@@ -277,16 +278,16 @@ class RankedLane(Lane):
 
     def _take(self) -> _Job:
         best = 0
-        best_rank: float | None = None
-        in_order = False
-        for k, (_, ticket, _) in enumerate(self._jobs):
-            rank, ready = self._ranks.get(ticket, (0, None))
-            if rank is None:
-                if in_order:
-                    continue
-                in_order = True
+        best_rank = math.inf
+        given = [self._ranks.get(ticket, (0, None)) for _, ticket, _ in self._jobs]
+        in_order = next((k for k, (rank, _) in enumerate(given) if rank is None), None)
+        # from the last on: an earlier job's input, looked at later, is there if a later one's was
+        for k in reversed(range(len(given))):
+            rank, ready = given[k]
+            if rank is None and k != in_order:
+                continue
             value = math.inf if rank is None else rank
-            if (best_rank is None or value < best_rank) and (ready is None or ready.done()):
+            if value <= best_rank and (ready is None or ready.done()):
                 best, best_rank = k, value
         found = self._jobs[best]
         del self._jobs[best]
