@@ -272,6 +272,12 @@ class CompiledModel:
         """Steps left out because their gradients were not finite (`skip_nonfinite`)."""
         return self._clipping.skipped_steps
 
+    @property
+    def redone_steps(self) -> int:
+        """Steps whose updates were tried beside backward in vain, because their gradients had to be
+        clipped (schedule "speculative"). Many of them say that it gains nothing here."""
+        return self._clipping.redone_steps
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in this block are not the last of their step: they add to its gradients.

@@ -333,7 +333,7 @@ def test_a_clipped_step_is_redone_and_the_next_one_does_not_try(
             if ours:
                 noted.append(torch.tensor(model.lohan.grad_norm))  # type: ignore[union-attr]
                 assert len(watch.flips) in (0, num_units(model))
-                notes.append((tried, bool(watch.flips), trials_of(model).num_lost))
+                notes.append((tried, bool(watch.flips), model.lohan.redone_steps))
         return noted
 
     check("mlp", loop, hw, monkeypatch, clip_grad_norm=0.5, **SPECULATIVE)

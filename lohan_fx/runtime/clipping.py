@@ -29,6 +29,8 @@ class Clipping:
         skip_nonfinite: leave a step out whose gradients have no finite norm.
         grad_norm: the last step's norm, before clipping; None if it was not needed.
         skipped_steps: steps left out so far.
+        redone_steps: steps whose updates were tried in vain so far, for there was something to clip
+            (schedule "speculative").
     """
 
     max_norm: float | None = None
@@ -36,6 +38,7 @@ class Clipping:
     skip_nonfinite: bool = False
     grad_norm: float | None = None
     skipped_steps: int = 0
+    redone_steps: int = 0
 
     @property
     def needs_norms(self) -> bool:

@@ -69,11 +69,9 @@ class Trials:
         states: the model's; those of host units have spares.
         lanes: for labels and records.
         lane: the optimizer's thread.
+        clipping: counts the steps that are redone.
         begun, ended: the updater's lists of units that took the step, and of those whose new states
             are complete; accepted units are added.
-
-    Attributes:
-        num_lost: steps whose trials were dropped, for gradients had to be clipped.
     """
 
     def __init__(
@@ -81,10 +79,11 @@ class Trials:
         states: ModelStates,
         lanes: Lanes,
         lane: RankedLane,
+        clipping: Clipping,
         begun: list[str],
         ended: list[str],
     ) -> None:
-        self.num_lost = 0
+        self._clipping = clipping
         self._begun = begun
         self._ended = ended
         self._states = states
@@ -105,7 +104,6 @@ class Trials:
     def begin(
         self,
         optimizer: torch.optim.Optimizer,
-        clipping: Clipping,
         rank: Mapping[int, int],
         *,
         last: bool,
@@ -115,7 +113,7 @@ class Trials:
         self._tries = last and not self._clipped
         if self._tries:
             self._hyperparameters = snapshot_hyperparameters(optimizer)
-            self._clip = clipping.by_value()
+            self._clip = self._clipping.by_value()
             self._rank = rank
 
     def submit(
@@ -158,7 +156,7 @@ class Trials:
         self._wait_settled()
         if self._open:
             self._clipped = _by_norm(clip)
-            self.num_lost += self._clipped
+            self._clipping.redone_steps += self._clipped
             right = not self._clipped and same_hyperparameters(self._hyperparameters, optimizer)
             self._settling = self._quiet.submit(partial(self._settle, right))
             error = self._wait_settled()

@@ -188,7 +188,7 @@ class Updater:
         self.trials: Trials | None = None
         if schedule == "speculative":
             try:
-                self.trials = Trials(states, lanes, self._lane, self._begun, self._ended)
+                self.trials = Trials(states, lanes, self._lane, clipping, self._begun, self._ended)
             except BaseException:
                 self._lane.close()
                 raise
@@ -216,7 +216,7 @@ class Updater:
         self._norms.clear()
         self._reads_sums = self._adds_up
         if self.trials is not None:
-            self.trials.begin(self._optimizer, self._clipping, self._rank, last=self._last)
+            self.trials.begin(self._optimizer, self._rank, last=self._last)
         if self._updates_now:
             self._clip = self._clipping.by_value()
             self._hyperparameters = snapshot_hyperparameters(self._optimizer)
