@@ -563,7 +563,7 @@ def check_layouts(captured: Captured, model: nn.Module, inputs: dict[str, Any]) 
 def test_odd_products_have_the_same_values(rows: int, columns: int, bias: bool) -> None:
     model, inputs = odd(rows, columns, bias=bias)
     captured, count = aligned(model, inputs)
-    assert bool(count) == bool(columns % 2)
+    assert bool(count) == bool(columns % 2 or rows % 2)  # weights' gradients sum over rows
     want, tangents = run_eager(model, (), inputs, lambda loss: loss, nullcontext())
     have = run_graph(captured, model, (), inputs, tangents)
     torch.testing.assert_close(have.outputs, want.outputs, rtol=1e-13, atol=0)
@@ -626,6 +626,61 @@ def test_aligned_products_by_themselves(shape: tuple[int, int], dtype: torch.dty
         assert torch.equal(found, wanted)  # whole numbers: no order of sums rounds
         assert found.stride(0) * found.element_size() % align.ROW_BYTES == 0
         assert found.stride(0) - columns < align.ROW_BYTES
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_odd_sums_are_cut_where_rows_are_aligned(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient that a head passes on sums over the vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    step = align.ROW_BYTES // dtype.itemsize
+    depth = 9 * step + 1
+
+    def whole(rows: int, columns: int) -> Tensor:
+        values = torch.randint(-3, 4, (rows, columns), generator=generator)
+        return values.to(dtype)
+
+    padded = torch.full((37, 10 * step), torch.nan).to(dtype)
+    padded[:, :depth] = whole(37, depth)
+    b = whole(depth, 5 * step)
+    depths = []
+    mm, addmm_ = torch.mm, Tensor.addmm_
+
+    def counted(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+        depths.append(a.shape[1])
+        return mm(a, b, out=out)
+
+    def added(self: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        depths.append(a.shape[1])
+        return addmm_(self, a, b)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    monkeypatch.setattr(Tensor, "addmm_", added)
+    for a, second, parts in (
+        (padded[:, :depth], b, [1, 9 * step]),
+        (padded[:, :depth].contiguous(), b, [depth]),  # rows that are not aligned
+        (padded[:, : 9 * step], b[: 9 * step], [9 * step]),
+    ):
+        found = align.aligned_mm(a, second)
+        assert torch.equal(found, a @ second)
+        assert found.is_contiguous()
+        assert depths == parts
+        depths.clear()
+
+
+def test_the_gradient_that_a_head_passes_on_is_cut() -> None:
+    model, inputs = odd(36, 101, bias=True)
+    captured, _ = aligned(model, inputs)
+    passed = [
+        n
+        for n in captured.graph.graph.nodes
+        if n.target is align.aligned_mm
+        and n.meta["phase"] == "backward"
+        and n.args[0].meta["val"].shape == (36, 101)
+    ]
+    assert len(passed) == 1
+    check_layouts(captured, model, inputs)
 
 
 @pytest.mark.parametrize("strategy", ["recompute-all", "swap-all"])
