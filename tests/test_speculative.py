@@ -7,6 +7,7 @@ import copy
 import gc
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +28,8 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import UnitPlan
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.program import lower
-from lohan_fx.runtime.lanes import Lanes, Ticket
+from lohan_fx.runtime.clipping import Clipping
+from lohan_fx.runtime.lanes import Lanes, RankedLane, Ticket
 from lohan_fx.runtime.native import adam
 from lohan_fx.runtime.optimizer import Clip, Results, UnitOptimizer
 from lohan_fx.runtime.recording import Label
@@ -61,8 +63,18 @@ NEVER = 1e9
 SPECULATIVE: dict[str, Any] = {"states": "host", "schedule": "speculative"}
 
 
+def wait_until_begun(trials: Trials, count: int | None = None) -> None:
+    """Wait until so many trials of this step (all) have begun: others would not be accepted."""
+    deadline = time.monotonic() + 30
+    opened = list(trials._open)
+    while sum(trial.begun for trial in opened) < (len(opened) if count is None else count):
+        assert time.monotonic() < deadline
+        time.sleep(1e-4)
+
+
 class Watch:
-    """Counts what trials do, and can keep backward waiting for them.
+    """Counts what trials do, and can keep backward waiting for them. All trials have begun when
+    `optimizer.step()` accepts them.
 
     Attributes:
         flips: units that went on with their second copy.
@@ -72,7 +84,7 @@ class Watch:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.flips: list[str] = []
         self.early = 0
-        flip, emit = ModelStates.flip, Updater.emit
+        flip, emit, settle = ModelStates.flip, Updater.emit, Trials.settle
 
         def counted(model_states: ModelStates, states: Any) -> None:
             flip(model_states, states)
@@ -86,8 +98,13 @@ class Watch:
                     self.early += 1
             emit(updater, index, gradients)
 
+        def begun(trials: Trials, *args: Any) -> list[Any]:
+            wait_until_begun(trials)
+            return settle(trials, *args)
+
         patch.setattr(ModelStates, "flip", counted)
         patch.setattr(Updater, "emit", waiting)
+        patch.setattr(Trials, "settle", begun)
 
 
 @pytest.fixture
@@ -890,17 +907,14 @@ def test_a_trial_that_fails_when_it_counts(
     both = Pair(hw, monkeypatch)
     both.both()
     stepped = threading.Event()
-    try_step = UnitOptimizer.try_step
 
     def late(*args: Any, **kwargs: Any) -> Any:
         assert stepped.wait(timeout=30)
-        if kwargs.get("hyperparameters") is not None and next(calls) == 1:
-            raise InjectedError
-        return try_step(*args, **kwargs)
+        raise InjectedError
 
-    calls = itertools.count()
     monkeypatch.setattr(UnitOptimizer, "try_step", late)
     backward(both.made, both.batch)
+    wait_until_begun(trials_of(both.made), 1)
     both.ours.optimizer.step()
     stepped.set()
     with pytest.raises(InjectedError):
@@ -908,6 +922,39 @@ def test_a_trial_that_fails_when_it_counts(
     with pytest.raises(StepError, match=r"between two steps: .* took the step"):
         both.made(**both.batch)
     both.made.lohan.close()
+
+
+def test_what_has_not_begun_is_updated_in_place(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the unit whose trial runs when optimizer.step() is called goes on with its copy."""
+    both = Pair(hw, monkeypatch)
+    flip, flips = ModelStates.flip, []
+    stepped = threading.Event()
+    try_step = UnitOptimizer.try_step
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        assert stepped.wait(timeout=30)
+        return try_step(*args, **kwargs)
+
+    def counted(model_states: ModelStates, states: Any) -> None:
+        flip(model_states, states)
+        flips.append(states.unit.name)
+
+    monkeypatch.setattr(UnitOptimizer, "try_step", late)
+    monkeypatch.setattr(ModelStates, "flip", counted)
+    for _ in range(3):
+        stepped.clear()
+        flips.clear()
+        backward(both.made, both.batch)
+        backward(both.plain, both.inputs)
+        wait_until_begun(trials_of(both.made), 1)
+        both.ours.step()
+        both.its.step()
+        assert len(flips) == 1
+        stepped.set()
+        both.check()
+    both.close()
 
 
 @pytest.mark.parametrize("then", ["again", "close"])
@@ -975,6 +1022,54 @@ def test_an_interrupt_in_the_step(
 ) -> None:
     """optimizer.step() is called again, and takes it up; or there has been no step at all."""
     sweep(hw, monkeypatch, clips, lambda count: [1 + int(place * count)])
+
+
+def test_a_step_that_is_taken_up_clips_what_was_submitted_before(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt leaves an update with the optimizer's thread, which runs while the next call
+    looks for what to clip."""
+    both = Pair(hw, monkeypatch, clip_grad_norm=1e-3)
+
+    def plainly() -> None:
+        backward(both.plain, both.inputs)
+        clip_grad_norm_(both.plain.parameters(), 1e-3)
+        both.its.step()
+
+    step(both.made, both.ours, both.batch)
+    plainly()
+    backward(both.made, both.batch)
+    updater = updater_of(both.made)
+    gate, run, submit = threading.Event(), Updater._run, RankedLane.submit_ranked
+
+    def held(*args: Any, **kwargs: Any) -> None:
+        assert gate.wait(timeout=30)
+        run(*args, **kwargs)
+
+    def struck(*args: Any) -> Any:
+        submit(*args)
+        monkeypatch.setattr(RankedLane, "submit_ranked", submit)
+        raise KeyboardInterrupt
+
+    choose = Clipping.choose
+
+    def slow(*args: Any) -> Any:
+        gate.set()
+        deadline = time.monotonic() + 30
+        while not updater._ended:
+            assert time.monotonic() < deadline
+            time.sleep(1e-4)
+        return choose(*args)
+
+    monkeypatch.setattr(Updater, "_run", held)
+    monkeypatch.setattr(RankedLane, "submit_ranked", struck)
+    with pytest.raises(KeyboardInterrupt):
+        both.ours.optimizer.step()
+    monkeypatch.setattr(Clipping, "choose", slow)
+    both.ours.step()
+    plainly()
+    both.check()
+    both.close()
 
 
 @pytest.mark.slow

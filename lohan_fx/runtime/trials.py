@@ -10,7 +10,8 @@ that are still there. So it is as exact as an update that waits. (SuperOffload, 
 
 A unit whose memory somebody else looks at (a kept `state_dict()`, an array), or has written into,
 does not trade places: it is updated again, where it is, and they see the new weights, as in plain
-PyTorch.
+PyTorch. What has not begun when `optimizer.step()` knows the norm is not tried any more: in place
+an update is faster (H100 host: 5.0 against 3.7 Gparam/s).
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Trial:
     fresh: Ticket = field(default_factory=Ticket)
     ended: Ticket = field(default_factory=Ticket)
     scalars: Scalars | None = None
+    begun: bool = False
     failed: bool = False
     accepted: bool = False
     dropped: bool = False
@@ -208,7 +210,7 @@ class Trials:
 
     def _accept(self, trial: Trial) -> None:
         with self._lock:
-            if trial.failed:
+            if trial.failed or not trial.begun:
                 return
             trial.accepted = True
             self._begun.append(trial.states.unit.name)
@@ -235,6 +237,7 @@ class Trials:
             if trial.dropped:
                 trial.fresh.finish()
                 return
+            trial.begun = True
         try:
             ready.synchronize()
             scalars = self._update(trial)

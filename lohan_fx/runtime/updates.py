@@ -419,7 +419,8 @@ class Updater:
         if given and not retries:
             if not begun:
                 self._hyperparameters = snapshot_hyperparameters(self._optimizer)
-                self._clip = None
+            if kept:
+                self._clip = None  # gradients are the user's to clip
             if not kept and not begun and self._skips(given):
                 given = []
                 if self.trials is not None:
