@@ -86,7 +86,9 @@ def gradient_ring(
 ) -> Ring:
     """Host buffers that receive gradients of the units in `tier` (none for the device tier).
 
-    Two buffers of the largest unit take turns, beside those of units that have their own.
+    Two buffers of the largest unit take turns, beside those of units that have their own; four
+    where gradients are added to sums, so that the thread that launches kernels stays ahead of the
+    one that adds.
     """
     if tier == "device":
         return Ring()
@@ -95,7 +97,8 @@ def gradient_ring(
         for u in _in_tier(units, tiers, tier)
         if u.trainable and not has_own_buffer(u, tier, schedule, direct)
     ]
-    return Ring(count=2, num_bytes=max(sizes)) if sizes else Ring()
+    count = max(2, min(4, len(sizes))) if schedule in WHOLE else 2
+    return Ring(count=count, num_bytes=max(sizes)) if sizes else Ring()
 
 
 def gradient_bytes_needed(

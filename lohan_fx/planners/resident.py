@@ -60,7 +60,8 @@ class _Counts:
         except InsufficientMemoryError as error:
             self.errors.append(error)
             return None
-        return step_seconds(self.workload, plan, self.hw), plan
+        seconds = step_seconds(self.workload, plan, self.hw, options.backwards)
+        return seconds, plan
 
 
 def plan_resident(
@@ -94,9 +95,9 @@ def plans_around(
     most = high
     best = min((low, high), key=counts.seconds)
     while high - low > 1:  # like bisection: around the best of three inner points
-        inner = sorted({low + (high - low) * k // 4 for k in (1, 2, 3)} - {low, high})
-        best = min((best, *inner), key=counts.seconds)
-        tried = [low, *inner, high]
+        inner = {low + (high - low) * k // 4 for k in (1, 2, 3)} - {low, high}
+        best = min((best, *sorted(inner)), key=counts.seconds)
+        tried = sorted({low, best, high} | inner)
         place = tried.index(best)
         around = (tried[max(0, place - 1)], tried[min(place + 1, len(tried) - 1)])
         if around == (low, high):  # nothing is left between them
