@@ -344,12 +344,12 @@ class IoPool:
         thread of this pool. After `close`, and in a forked child, it raises StorageError.
         `on_span(start, end)` gets the seconds of `time.perf_counter` at which the first task
         began and the last one ended, before the future ends. `in_flight` has the future before
-        any task begins, and until it has ended: so what an interrupted call began is known.
+        any task begins, and until its callbacks have run: so what an interrupted call began is
+        known, too.
         """
-        batch = _Batch(tasks, on_span)
-        if in_flight is not None:
-            batch.future.add_done_callback(in_flight.discard)
-            in_flight.add(batch.future)
+        in_flight = set() if in_flight is None else in_flight
+        batch = _Batch(tasks, on_span, in_flight)
+        in_flight.add(batch.future)
         try:
             if not tasks:
                 batch.end(0, None)
@@ -499,8 +499,11 @@ class _Queue:
 class _Batch:
     """A future over several tasks."""
 
-    def __init__(self, tasks: Sequence[Callable[[], None]], on_span: OnSpan | None = None) -> None:
+    def __init__(
+        self, tasks: Sequence[Callable[[], None]], on_span: OnSpan | None, in_flight: set[Future]
+    ) -> None:
         self.future = Future()
+        self._in_flight = in_flight
         self.tasks = deque(tasks)  # those that have not begun
         self._on_span = on_span
         self._start_s = math.inf
@@ -522,6 +525,7 @@ class _Batch:
         if self._on_span is not None and self._start_s < math.inf:
             self._on_span(self._start_s, time.perf_counter())
         self.future.finish(self._error)
+        self._in_flight.discard(self.future)
 
 
 # ---------------------------------------------------------------------------------------
@@ -765,7 +769,8 @@ class StripedFile:
                 raise StorageError(f"cannot read {path}{lost}; {_SEE}")
 
     def drain(self) -> None:
-        """Wait until no transfer is running; their errors are their own."""
+        """Wait until no transfer is running, and what follows on each has been done; their errors
+        are their own."""
         _wait(self._in_flight.copy())
 
     def _check(self, buffer: torch.Tensor, offset: int) -> None:
@@ -924,7 +929,7 @@ class StripedFile:
 
 def _wait(futures: Iterable[Future]) -> None:
     for future in futures:
-        future.exception()
+        future.settle()
 
 
 def _remove_files(owner_pid: int, paths: list[Path], fds: list[int]) -> None:

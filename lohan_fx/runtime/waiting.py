@@ -60,31 +60,37 @@ class Future:
     """The end of something that runs on another thread. The part of `concurrent.futures.Future`
     that is needed here; it cannot be cancelled."""
 
-    __slots__ = ("__weakref__", "_callbacks", "_error", "_latch")
+    __slots__ = ("_callbacks", "_called_back", "_ended", "_error")
 
     def __init__(self) -> None:
-        self._latch = Latch()
+        self._ended = Latch()
+        self._called_back = Latch()
         self._error: BaseException | None = None
         self._callbacks: deque[Callable[[Future], object]] = deque()
 
     def finish(self, error: BaseException | None = None) -> None:
         """It has ended, or failed with an error. Runs the callbacks."""
         self._error = error
-        self._latch.open()
+        self._ended.open()
         self._call_back()
+        self._called_back.open()
 
     def done(self) -> bool:
-        return self._latch.is_open()
+        return self._ended.is_open()
+
+    def settle(self) -> None:
+        """Wait until it has ended, failed or not, and its callbacks have run."""
+        self._called_back.wait()
 
     def exception(self) -> BaseException | None:
         """Wait for the end; returns the error, if it failed."""
-        self._latch.wait()
+        self._ended.wait()
         return self._error
 
     def result(self, timeout: float = -1) -> None:
         """Wait for the end, at most `timeout` seconds (negative: for ever). Raises the error if it
         failed, TimeoutError if it has not ended."""
-        if not self._latch.wait(timeout):
+        if not self._ended.wait(timeout):
             raise TimeoutError
         if self._error is not None:
             raise self._error
@@ -92,7 +98,7 @@ class Future:
     def add_done_callback(self, callback: Callable[[Future], object]) -> None:
         """Call it at the end, on the thread that ends this; at once if it has ended."""
         self._callbacks.append(callback)
-        if self._latch.is_open():  # `finish` may have looked for callbacks before
+        if self._ended.is_open():  # `finish` may have looked for callbacks before
             self._call_back()
 
     def _call_back(self) -> None:
