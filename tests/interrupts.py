@@ -13,6 +13,7 @@ from collections.abc import Callable
 from lohan_fx.runtime.arena import Arena, BufferRing, Region
 from lohan_fx.runtime.lanes import Lane, RankedLane, Ticket
 from lohan_fx.runtime.ssd import IoPool
+from lohan_fx.runtime.waiting import Future
 from tests.faults import interrupted
 
 HANGS_S = 10
@@ -42,10 +43,11 @@ class Shared:
         self.lane.drain()
 
     def transfer(self) -> None:
-        in_flight: set[object] = set()
-        future = self.pool.submit([_nothing] * 3, in_flight=in_flight)  # type: ignore[arg-type]
+        in_flight: set[Future] = set()
+        future = self.pool.submit([_nothing] * 3, in_flight=in_flight)
         future.add_done_callback(_nothing)
-        future.result()
+        future.settle()
+        assert not in_flight
         _ = self.pool.counters
 
     def check(self) -> None:
@@ -64,6 +66,12 @@ class Shared:
         self.pool.close()
 
 
+def say(line: str) -> None:
+    """For whoever looks for the place of a hang."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def _nothing(*_: object) -> None:
     pass
 
@@ -78,7 +86,7 @@ def traced(do: Callable[[], None], check: Callable[[], None]) -> int:
             try:
                 do()
             except KeyboardInterrupt:
-                print(places.place, flush=True)
+                say(places.place)
         faulthandler.dump_traceback_later(HANGS_S, exit=True)
         check()
     return counted.count
@@ -105,13 +113,11 @@ def main(how: str, seconds: float) -> None:
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     shared = Shared()
     for do in (shared.submit, shared.drain, shared.borrow, shared.transfer):
-        print(do.__name__, flush=True)
-        if how == "traced":
-            count = traced(do, shared.check)
-        else:
-            count = signals(do, shared.check, seconds)
+        say(do.__name__)
+        check = shared.check
+        count = traced(do, check) if how == "traced" else signals(do, check, seconds)
         assert count > 10
-        print(count, "interrupts", flush=True)
+        say(f"{count} interrupts")
     shared.close()
 
 

@@ -415,7 +415,6 @@ def test_a_future_ends_after_its_last_task() -> None:
         future = pool.submit([fail, hold])
         assert started.wait(10)
         assert not future.done()
-        assert not future.cancel()
         go.set()
         with pytest.raises(KeyError, match="first"):
             future.result()

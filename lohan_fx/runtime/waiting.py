@@ -1,11 +1,13 @@
 """Waiting for other threads, so that an interrupt leaves no lock behind.
 
 Python runs signal handlers on the main thread: when a function begins, when a call has returned,
-when a loop jumps back. `threading.Condition`, and with it `Event`, `queue.Queue` and
-`concurrent.futures.Future`, takes its lock in a function written in Python. A handler that raises
-(Ctrl-C) when the call that took the lock has returned, but before the ``with`` block has begun,
-leaves the lock taken, and so does one that raises when ``__exit__`` begins: the next thread that
-wants the lock waits for ever.
+when a loop jumps back; there, too, threads take turns, so that a busy machine keeps the main thread
+for long just there. `threading.Condition`, and with it `Event`, `queue.Queue` and
+`concurrent.futures.Future`, is written in Python. A handler that raises (Ctrl-C) when the call that
+took its lock has returned, but before the ``with`` block has begun, leaves the lock taken, and so
+does one that raises when its ``__exit__`` begins: the next thread that wants the lock waits for
+ever. One that raises in ``notify``, when a waiter was woken and before it is forgotten, lets the
+next ``notify`` wake nobody.
 
 So what the main thread shares with others is guarded by ``with`` on a plain `Lock` or `RLock`,
 which CPython (up to 3.13) enters and leaves without looking for signals; by operations of
