@@ -10,8 +10,9 @@ ever. One that raises in ``notify``, when a waiter was woken and before it is fo
 next ``notify`` wake nobody.
 
 So what the main thread shares with others is guarded by ``with`` on a plain `Lock` or `RLock`,
-which CPython (up to 3.13) enters and leaves without looking for signals; by operations of
-`deque`, `dict`, `set` and `SimpleQueue` that are one call of C; and by what is here.
+which CPython enters and leaves without looking for signals (since 3.10, bpo-29988; 3.14 looks for
+them again, python/cpython#148874); by operations of `deque`, `dict`, `set` and `SimpleQueue` that
+are one call of C; and by what is here.
 """
 
 from __future__ import annotations
