@@ -1,16 +1,24 @@
 """Faults on purpose: the k-th system call fails, ends short or hangs; an interrupt anywhere.
 
 `Faults` stands in the place of `ssd.Syscalls`, the one seam that all transfers go through, and
-counts. `interrupted` raises KeyboardInterrupt at the k-th place in lohan_fx that a thread comes to,
-as a signal would.
+counts. `interrupted` raises KeyboardInterrupt at the k-th place that a thread comes to, as a signal
+would: in lohan_fx, and in what the standard library has in Python for threads that share something,
+where an interrupt may leave a lock behind.
+
+CPython looks for signals when a function begins, when a call has returned and when a loop jumps
+back. Here every line counts, and the end of a function: a bit more than that, but where lines are
+excepted (`headers`) no signal is taken, and between the calls of one line one may be, which only
+real signals meet (`tests.interrupts`, `test_failure.test_a_signal_from_outside`).
 """
 
 from __future__ import annotations
 
 import ast
+import concurrent.futures
 import errno
 import functools
 import os
+import queue
 import sys
 import threading
 import time
@@ -27,7 +35,12 @@ import lohan_fx
 from lohan_fx.runtime import ssd
 
 Call = Literal["open", "fallocate", "preadv", "pwritev", "fdatasync"]
-PACKAGE = str(Path(lohan_fx.__file__).parent)
+PACKAGES = (
+    str(Path(lohan_fx.__file__).parent),
+    str(Path(concurrent.futures.__file__).parent),
+    str(threading.__file__),
+    str(queue.__file__),
+)
 
 
 @dataclass
@@ -95,7 +108,7 @@ class Faults:
 @functools.cache
 def headers(path: str) -> frozenset[int]:
     """The lines of a file's `with` statements: they run again when the block is left, before
-    `__exit__`, where CPython takes no signal."""
+    `__exit__`, where CPython takes no signal (it takes one in `__exit__`, if that is Python)."""
     found: set[int] = set()
     for node in ast.walk(ast.parse(Path(path).read_text())):
         if isinstance(node, ast.With):
@@ -104,8 +117,8 @@ def headers(path: str) -> frozenset[int]:
 
 
 class Places:
-    """Counts the places at which a signal could strike this thread in lohan_fx: calls, returns and
-    lines. Interrupts it at one of them."""
+    """Counts the places at which a signal could strike this thread: calls, returns and lines.
+    Interrupts it at one of them."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -114,7 +127,7 @@ class Places:
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         path = frame.f_code.co_filename
-        if not path.startswith(PACKAGE):
+        if not path.startswith(PACKAGES):
             return None
         returns = event == "return" and arg is not None
         if event == "call" or returns or (event == "line" and frame.f_lineno not in headers(path)):
@@ -127,7 +140,7 @@ class Places:
 
 @contextmanager
 def interrupted(at: int = 0) -> Iterator[Places]:
-    """Raise KeyboardInterrupt at that place in lohan_fx, counted from 1 at the block's begin."""
+    """Raise KeyboardInterrupt at that place, counted from 1 at the block's begin."""
     places = Places(at)
     before = sys.gettrace()
     sys.settrace(places)

@@ -894,10 +894,14 @@ def test_what_waits_for_a_lane_that_is_ended_fails() -> None:
     lane = RankedLane("test", on_lost=lost.set)
     lane.submit(lambda: None).synchronize()
     first, also = Ticket(), Ticket()
-    with lane._changed:  # the thread waits for it, and is ended when it has it
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # the thread is ended when it has the first job, after this
+    try:
         end_thread(lane._thread)
         lane.submit(first.finish, first)
         ranked = lane.submit_ranked(also.finish, 1, first, (also,))
+    finally:
+        sys.setswitchinterval(interval)
     for ticket in (first, ranked, also):
         ticket.settle()
         assert isinstance(ticket.error, StepError)

@@ -541,7 +541,7 @@ def test_closing_runs_what_is_queued() -> None:
     lane.close()
     lane.close()
     assert jobs.ran == ["4", "3", "2", "1", "0"]
-    assert not lane._ranks
+    assert not lane._unsettled
     with pytest.raises(StepError, match="closed"):
         lane.submit(lambda: None)
     with pytest.raises(StepError, match="closed"):

@@ -30,6 +30,7 @@ from lohan_fx.runtime._memory import (
     tensor_over,
     unmap,
 )
+from lohan_fx.runtime.waiting import Latch
 
 _MAX_TOUCH_THREADS = 16
 _MIN_TOUCH_BYTES = 16 << 20  # less for one thread is not worth starting it
@@ -228,6 +229,16 @@ _CLOSED = (
 )
 
 
+class _Waiter:
+    """A thread that waits for a buffer of a ring: none if the ring is closed."""
+
+    __slots__ = ("address", "served")
+
+    def __init__(self) -> None:
+        self.served = Latch()
+        self.address: int | None = None
+
+
 class BufferRing:
     """Equal buffers in one region of an arena, lent to threads in the order of their asking.
 
@@ -251,9 +262,9 @@ class BufferRing:
         ]
         self._buffers = {buffer.data_ptr(): buffer for buffer in buffers}
         self._free = deque(self._buffers)
-        self._waiting: deque[object] = deque()
+        self._waiting: deque[_Waiter] = deque()
         self._closed = False
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # no Condition: see `runtime.waiting`
 
     def acquire(self) -> torch.Tensor:
         """Return a free buffer; wait for one, first come, first served.
@@ -261,20 +272,32 @@ class BufferRing:
         Raises:
             StorageError: the ring is closed, or is closed during the wait.
         """
-        ticket = object()
-        with self._changed:
-            try:
-                self._waiting.append(ticket)
-                self._changed.wait_for(
-                    lambda: self._closed or (self._free and self._waiting[0] is ticket)
-                )
+        waiter = _Waiter()
+        try:
+            with self._lock:
                 if self._closed:
                     raise StorageError(_CLOSED)
-                return self._buffers[self._free.popleft()]
-            finally:  # also when the wait is interrupted
-                if ticket in self._waiting:
-                    self._waiting.remove(ticket)
-                self._changed.notify_all()
+                self._waiting.append(waiter)
+                self._serve()
+            waiter.served.wait()
+        except BaseException:  # an interrupt
+            with self._lock:
+                if waiter in self._waiting:
+                    self._waiting.remove(waiter)
+                if waiter.address is not None:
+                    self._free.append(waiter.address)
+                self._serve()
+            raise
+        if waiter.address is None:
+            raise StorageError(_CLOSED)
+        return self._buffers[waiter.address]
+
+    def _serve(self) -> None:
+        """Give free buffers to those that wait. The lock is held."""
+        while self._free and self._waiting:
+            waiter = self._waiting.popleft()
+            waiter.address = self._free.popleft()
+            waiter.served.open()
 
     def try_acquire(self) -> torch.Tensor | None:
         """Return a free buffer at once, or None if there is none or others wait for one.
@@ -282,7 +305,7 @@ class BufferRing:
         Raises:
             StorageError: the ring is closed.
         """
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise StorageError(_CLOSED)
             if not self._free or self._waiting:
@@ -291,22 +314,21 @@ class BufferRing:
 
     def release(self, buffer: torch.Tensor) -> None:
         """Give a buffer back; ValueError if it is not lent by this ring."""
-        with self._changed:
+        with self._lock:
             address = buffer.data_ptr()
             if address not in self._buffers or address in self._free:
                 raise ValueError(f"no buffer at {address:#x} is lent by this ring")
             self._free.append(address)
-            self._changed.notify_all()
+            self._serve()
 
     def reset(self) -> None:
         """Take back every buffer: what an interrupted borrower did not release.
 
         Nothing may be using or waiting for one.
         """
-        with self._changed:
+        with self._lock:
             self._free = deque(self._buffers)
             self._waiting.clear()
-            self._changed.notify_all()
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[torch.Tensor]:
@@ -319,9 +341,10 @@ class BufferRing:
 
     def close(self) -> None:
         """Wake all waiters with an error. Lent buffers stay valid and may be released."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            while self._waiting:
+                self._waiting.popleft().served.open()
 
 
 def available_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

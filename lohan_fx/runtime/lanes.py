@@ -9,14 +9,15 @@ overlaps the I/O of others and host memory stays bounded.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from queue import Empty, SimpleQueue
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +26,10 @@ from lohan_fx.errors import LohanError, StepError
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.recording import Label, Recorder
 from lohan_fx.runtime.ssd import OnSpan, StripedFile
+from lohan_fx.runtime.waiting import Future, Latch
 
 _CHUNKS_AHEAD = 4
 """SSD reads of one transfer in flight while an earlier chunk is copied."""
-
-
-_Job = tuple[Callable[[], None], "Ticket", Sequence["Ticket"]]
 
 
 def close_elsewhere(close: Callable[[], None]) -> None:
@@ -55,17 +54,17 @@ class Ticket:
     __slots__ = ("_error", "_signal", "event")
 
     def __init__(self) -> None:
-        self._signal = threading.Event()
+        self._signal = Latch()
         self._error: BaseException | None = None
         self.event: torch.cuda.Event | None = None
 
     def finish(self, event: torch.cuda.Event | None = None) -> None:
         self.event = event
-        self._signal.set()
+        self._signal.open()
 
     def fail(self, error: BaseException) -> None:
         self._error = error
-        self._signal.set()
+        self._signal.open()
 
     @property
     def error(self) -> BaseException | None:
@@ -90,11 +89,11 @@ class Ticket:
 
     def ended(self) -> bool:
         """Whether the transfer was signalled; on CUDA it may be queued still."""
-        return self._signal.is_set()
+        return self._signal.is_open()
 
     def done(self) -> bool:
         """Whether the bytes have arrived, or never will."""
-        if not self._signal.is_set():
+        if not self._signal.is_open():
             return False
         if self._error is not None or self.event is None:
             return True
@@ -110,12 +109,25 @@ class Ticket:
             self.event.synchronize()
 
 
+class _Job(NamedTuple):
+    """`rank` and `ready` are those of `RankedLane`. `last`: after all that was submitted before."""
+
+    run: Callable[[], None]
+    ticket: Ticket
+    rank: int | None = 0
+    ready: Ticket | None = None
+    last: bool = False
+
+
 class Lane:
     """One thread that runs jobs in order. A job's closure is gone before its ticket is signalled,
     so that the memory it held falls at a known point.
 
     Nobody waits for a lane that is gone: if its thread is ended from outside, all that was
     submitted fails, and `submit` raises; so it does in a forked child, which has no threads.
+
+    An interrupted `submit` has submitted the job, or has not; the lane goes on (see
+    `runtime.waiting`: submission is one call of C).
 
     Attributes:
         busy_s: seconds of copies so far; 0.0 on CUDA, where the host does not see them.
@@ -137,11 +149,13 @@ class Lane:
         self._on_lost = on_lost
         self.busy_s = 0.0
         self._name = name
-        self._jobs: deque[_Job] = deque()
-        self._changed = threading.Condition()
+        self._inbox: SimpleQueue[_Job | None] = SimpleQueue()  # None: the lane is closed
+        self._jobs: deque[_Job] = deque()  # the thread's own
+        self._unsettled: dict[Ticket, Sequence[Ticket]] = {}  # what fails if no job signals it
         self._closed = False
         self._lost: BaseException | None = None
-        self._current: tuple[Ticket, ...] = ()
+        self._over = Latch()  # the thread takes no job any more
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name=f"lohan_fx-{name}", daemon=True)
         try:
             self._thread.start()
@@ -162,17 +176,24 @@ class Lane:
         Raises:
             StepError: the lane is closed, or its thread is gone.
         """
-        ticket = ticket or Ticket()
-        with self._changed:
-            if self._closed:
-                raise StepError(f"the {self._name} lane is closed: the compiled model was closed")
-            if self._lost is not None or not self._thread.is_alive():
-                raise self._gone() from self._lost
-            self._jobs.append((job, ticket, also))
-            self._changed.notify()
-        return ticket
+        return self._submit(_Job(job, ticket or Ticket()), also)
 
-    def _gone(self) -> StepError:
+    def _submit(self, job: _Job, also: Sequence[Ticket] = ()) -> Ticket:
+        if self._closed or self._gone():
+            raise self._refusal() from self._lost
+        self._unsettled[job.ticket] = also
+        self._inbox.put(job)
+        if self._over.is_open():  # the thread may not have seen it
+            self._fail_all()
+        return job.ticket
+
+    def _gone(self) -> bool:
+        # not Thread.is_alive: interrupted, it takes a running thread for one that has ended
+        return self._lost is not None or os.getpid() != self._pid
+
+    def _refusal(self) -> StepError:
+        if self._closed and self._lost is None:
+            return StepError(f"the {self._name} lane is closed: the compiled model was closed")
         return StepError(
             f"the {self._name} thread is gone ({self._lost or 'it does not survive a fork'}): "
             "call model.lohan.close(), load model and optimizer from a checkpoint, and compile "
@@ -183,60 +204,76 @@ class Lane:
         """Wait until everything that was submitted has ended, failed or not."""
         if self._closed:
             self.close()
-        elif self._lost is None and self._thread.is_alive():
-            self.submit(lambda: None).settle()
+        elif not self._gone():
+            self._submit(_Job(_nothing, Ticket(), last=True)).settle()
 
     def close(self) -> None:
         """Finish what was submitted and join the thread. A second call does nothing."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        if self._thread is not threading.current_thread():
+        self._closed = True
+        self._inbox.put(None)
+        if self._thread is not threading.current_thread() and os.getpid() == self._pid:
+            self._over.wait()  # Thread.join, interrupted, takes the thread for ended
             self._thread.join()
+
+    # -- on the thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while self._run_next():
                 pass
         except BaseException as error:
-            with self._changed:
-                self._lost = error
-                left = [t for _, ticket, also in self._jobs for t in (ticket, *also)]
-                self._jobs.clear()
-            for ticket in (*self._current, *left):
-                if not ticket.ended():
-                    ticket.fail(self._gone())
-            if self._on_lost is not None:
-                self._on_lost()
+            self._lost = error
             raise
+        finally:
+            self._over.open()
+            self._fail_all()
+            if self._lost is not None and self._on_lost is not None:
+                self._on_lost()
+
+    def _fail_all(self) -> None:
+        """Fail what no job will signal. On several threads at once, each ticket is one's."""
+        while True:
+            try:
+                ticket, also = self._unsettled.popitem()
+            except KeyError:
+                return
+            for failed in (ticket, *also):
+                if not failed.ended():
+                    failed.fail(self._refusal())
 
     def _run_next(self) -> bool:
         """Run one job; False when the lane is closed and has none."""
-        with self._changed:
-            while not self._jobs and not self._closed:
-                self._changed.wait()
-            if not self._jobs:
-                return False
-            job, ticket, also = self._take()
-            self._current = (ticket, *also)
+        if not self._receive():
+            return False
+        run, ticket = self._take()[:2]
         try:
             with self._context():
-                job()
+                run()
             event = None
             if self.stream is not None:
                 event = torch.cuda.Event()
                 event.record(self.stream)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the ticket gets it
-            del job
+            del run
             ticket.fail(error)
         else:
-            del job
+            del run
             ticket.finish(event)
-        self._current = ()
+        self._unsettled.pop(ticket, None)
         return True
 
+    def _receive(self) -> bool:
+        """Take over what has been submitted; wait for a job if there is none. False: closed."""
+        while True:
+            try:
+                job = self._inbox.get(block=not self._jobs and not self._closed)
+            except Empty:
+                return bool(self._jobs)
+            if job is not None:
+                self._jobs.append(job)
+
     def _take(self) -> _Job:
-        """The next job; there is one. The lock is held."""
+        """The next job; there is one."""
         return self._jobs.popleft()
 
     def _context(self) -> AbstractContextManager[object]:
@@ -252,10 +289,6 @@ class RankedLane(Lane):
     the order of submission run in that order.
     """
 
-    def __init__(self, name: str, on_lost: Callable[[], None] | None = None) -> None:
-        self._ranks: dict[Ticket, tuple[int | None, Ticket]] = {}
-        super().__init__(name, on_lost=on_lost)
-
     def submit_ranked(
         self,
         job: Callable[[], None],
@@ -264,35 +297,27 @@ class RankedLane(Lane):
         also: Sequence[Ticket] = (),
     ) -> Ticket:
         """Queue a job that waits for `ready` itself. `also` as for `submit`."""
-        ticket = Ticket()
-        self._ranks[ticket] = (rank, ready)
-        return self.submit(job, ticket, also)
-
-    def drain(self) -> None:
-        """Wait until everything that was submitted has ended, failed or not."""
-        with self._changed:
-            tickets = [ticket for _, ticket, _ in self._jobs]
-        for ticket in tickets:
-            ticket.settle()
-        super().drain()
+        return self._submit(_Job(job, Ticket(), rank, ready), also)
 
     def _take(self) -> _Job:
         best = 0
         best_rank = math.inf
-        given = [self._ranks.get(ticket, (0, None)) for _, ticket, _ in self._jobs]
-        in_order = next((k for k, (rank, _) in enumerate(given) if rank is None), None)
+        jobs = list(self._jobs)
+        in_order = next((k for k, job in enumerate(jobs) if job.rank is None), None)
         # from the last on: an earlier job's input, looked at later, is there if a later one's was
-        for k in reversed(range(len(given))):
-            rank, ready = given[k]
-            if rank is None and k != in_order:
+        for k in reversed(range(len(jobs))):
+            rank, ready = jobs[k].rank, jobs[k].ready
+            if (rank is None and k != in_order) or (jobs[k].last and k > 0):
                 continue
             value = math.inf if rank is None else rank
             if value <= best_rank and (ready is None or ready.done()):
                 best, best_rank = k, value
-        found = self._jobs[best]
         del self._jobs[best]
-        self._ranks.pop(found[1], None)
-        return found
+        return jobs[best]
+
+
+def _nothing() -> None:
+    pass
 
 
 def storage_of(tensor: Tensor) -> Tensor:
@@ -440,7 +465,7 @@ class Lanes:
         held = [source]
 
         def job() -> None:
-            writes: list[Future[None]] = []
+            writes: list[Future] = []
             try:
                 self._write_chunks(held.pop(), file, offset, start, writes, label)
             except BaseException as error:
@@ -457,7 +482,7 @@ class Lanes:
         file: StripedFile,
         offset: int,
         start: torch.cuda.Event | None,
-        writes: list[Future[None]],
+        writes: list[Future],
         label: Label,
     ) -> None:
         assert self.staging is not None
@@ -529,7 +554,7 @@ class Lanes:
             stream.wait_event(start)
         step = self.staging.buffer_bytes
         begins = deque(range(0, destination.numel(), step))
-        reads: deque[tuple[int, Tensor, Future[None]]] = deque()
+        reads: deque[tuple[int, Tensor, Future]] = deque()
         try:
             while begins or reads:
                 while begins and len(reads) < _CHUNKS_AHEAD:
@@ -596,12 +621,12 @@ class Lanes:
         self.h2d.close()
 
 
-def _join(futures: Sequence[Future[None]]) -> None:
+def _join(futures: Sequence[Future]) -> None:
     for future in futures:
         future.exception()
 
 
-def _when_all_done(futures: list[Future[None]], ticket: Ticket) -> None:
+def _when_all_done(futures: list[Future], ticket: Ticket) -> None:
     """Signal the ticket when the last future ends; with the first error if there is one."""
     if not futures:
         ticket.finish()
@@ -609,7 +634,7 @@ def _when_all_done(futures: list[Future[None]], ticket: Ticket) -> None:
     lock = threading.Lock()
     left = [len(futures)]
 
-    def ended(_: Future[None]) -> None:
+    def ended(_: Future) -> None:
         with lock:
             left[0] -= 1
             last = left[0] == 0

@@ -25,10 +25,11 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ from lohan_fx.runtime._memory import (
     tensor_over,
     unmap,
 )
+from lohan_fx.runtime.waiting import Future
 
 DEFAULT_STRIPE_BYTES = 1 << 20
 MAX_IO_BYTES = 16 << 20
@@ -310,7 +312,8 @@ class IoPool:
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._queue = _Queue()
+        self._pid = os.getpid()
+        self._queue = _Queue(num_threads)
         self._finalizer = weakref.finalize(self, self._queue.close)
         self._threads = [
             threading.Thread(target=self._queue.run, name=f"lohan_fx-io_{index}", daemon=True)
@@ -332,20 +335,31 @@ class IoPool:
         *,
         urgent: bool = True,
         on_span: OnSpan | None = None,
-    ) -> Future[None]:
+        in_flight: set[Future] | None = None,
+    ) -> Future:
         """Run `tasks` in any order; the future ends after the last one, failed or not.
 
         So a buffer may be used again when the future has ended, whatever the outcome. The
         future raises the first exception; it cannot be cancelled. Do not wait for it on a
         thread of this pool. After `close`, and in a forked child, it raises StorageError.
         `on_span(start, end)` gets the seconds of `time.perf_counter` at which the first task
-        began and the last one ended, before the future ends.
+        began and the last one ended, before the future ends. `in_flight` has the future before
+        any task begins, and until its callbacks have run: so what an interrupted call began is
+        known, too.
         """
-        batch = _Batch(len(tasks), on_span)
-        # A forked child has the queue, but none of its threads.
-        alive = any(thread.is_alive() for thread in self._threads)
-        if not alive or not self._queue.put(tasks, urgent, batch):
-            batch.end(len(tasks), StorageError("the I/O threads are closed"))
+        in_flight = set() if in_flight is None else in_flight
+        batch = _Batch(tasks, on_span, in_flight)
+        in_flight.add(batch.future)
+        try:
+            if not tasks:
+                batch.end(0, None)
+            elif os.getpid() != self._pid:  # a forked child has the queue, but none of its threads
+                batch.end(len(tasks), StorageError(_CLOSED))
+            elif not self._queue.put(batch, urgent):
+                self._queue.cancel(batch, StorageError(_CLOSED))
+        except BaseException:  # an interrupt
+            self._queue.cancel(batch, StorageError("the transfer was interrupted"))
+            raise
         return batch.future
 
     def count(self, *, bytes_read: int = 0, bytes_written: int = 0, num_retries: int = 0) -> None:
@@ -364,15 +378,20 @@ class IoPool:
                 thread.join()
 
 
+_CLOSED = "the I/O threads are closed"
 _ENDED = "a thread for SSD transfers was ended from outside: compile the model again"
 
 
 class _Queue:
     """What the threads of a pool share. They hold it and not the pool, which may be collected."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._tasks: list[tuple[bool, int, Callable[[], None], _Batch]] = []
+    def __init__(self, num_threads: int) -> None:
+        # no Condition: see `runtime.waiting`. Reentrant, as `close` may be called by the collector
+        self._lock = threading.RLock()
+        self._bell: SimpleQueue[None] = SimpleQueue()  # wakes one thread: there may be work
+        self._num_threads = num_threads
+        self._num_idle = 0  # those that wait for the bell, or have heard it just now
+        self._batches: list[tuple[bool, int, _Batch]] = []
         self._count = itertools.count()
         self._closed = False
         self._bytes_read = 0
@@ -382,29 +401,41 @@ class _Queue:
         self._num_running = 0
         self._busy_since = 0.0
 
-    def put(self, tasks: Sequence[Callable[[], None]], urgent: bool, batch: _Batch) -> bool:
-        """Queue all tasks, or none if the queue is closed."""
-        with self._changed:
+    def put(self, batch: _Batch, urgent: bool) -> bool:
+        """Queue all tasks of a batch, or none if the queue is closed."""
+        with self._lock:
             if self._closed:
                 return False
-            for task in tasks:
-                heapq.heappush(self._tasks, (not urgent, next(self._count), task, batch))
-            self._changed.notify(len(tasks))
+            wanted = min(len(batch.tasks), self._num_idle)
+            heapq.heappush(self._batches, (not urgent, next(self._count), batch))
+        self._wake(wanted)  # the others look for more before they wait
         return True
 
+    def cancel(self, batch: _Batch, error: StorageError) -> None:
+        """Run no further task of a batch, which may be queued or not."""
+        with self._lock:
+            num_left = len(batch.tasks)
+            batch.tasks.clear()
+        if num_left:
+            batch.end(num_left, error)
+
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+        self._wake(self._num_threads)
+
+    def _wake(self, num_threads: int) -> None:
+        for _ in range(num_threads):
+            self._bell.put(None)
 
     def count(self, bytes_read: int, bytes_written: int, num_retries: int) -> None:
-        with self._changed:
+        with self._lock:
             self._bytes_read += bytes_read
             self._bytes_written += bytes_written
             self._num_retries += num_retries
 
     def counters(self) -> IoCounters:
-        with self._changed:
+        with self._lock:
             running_s = time.perf_counter() - self._busy_since if self._num_running else 0.0
             return IoCounters(
                 bytes_read=self._bytes_read,
@@ -419,57 +450,66 @@ class _Queue:
             while self._run_next():
                 pass
         except BaseException:
-            with self._changed:
-                self._closed = True
-                left, self._tasks = self._tasks, []
-                self._changed.notify_all()
+            self.close()
+            with self._lock:
+                left, self._batches = self._batches, []
             for *_, batch in left:
-                batch.end(1, StorageError(_ENDED))
+                self.cancel(batch, StorageError(_ENDED))
             raise
 
     def _run_next(self) -> bool:
         """Run the most urgent task; False when the queue is closed and empty."""
-        with self._changed:
-            while not self._tasks and not self._closed:
-                self._changed.wait()
-            if not self._tasks:
-                return False
-            _, _, task, batch = heapq.heappop(self._tasks)
-            now = time.perf_counter()
-            if self._num_running == 0:
-                self._busy_since = now
-            self._num_running += 1
+        with self._lock:
+            while self._batches and not self._batches[0][2].tasks:
+                heapq.heappop(self._batches)
+            closed = self._closed
+            found = self._batches[0][2] if self._batches else None
+            if found is None:
+                self._num_idle += 1
+            else:
+                task = found.tasks.popleft()
+                now = time.perf_counter()
+                if self._num_running == 0:
+                    self._busy_since = now
+                self._num_running += 1
+        if found is None:
+            if not closed:
+                self._bell.get()
+            with self._lock:
+                self._num_idle -= 1
+            return not closed
         error: BaseException | None = StorageError(_ENDED)
         try:
-            batch.begin(now)
+            found.begin(now)
             try:
                 task()
                 error = None
             except BaseException as caught:  # noqa: BLE001 - the future has it
                 error = caught
             del task
-            with self._changed:
+            with self._lock:
                 self._num_running -= 1
                 if self._num_running == 0:
                     self._busy_s += time.perf_counter() - self._busy_since
         finally:
-            batch.end(1, error)
+            found.end(1, error)
         return True
 
 
 class _Batch:
     """A future over several tasks."""
 
-    def __init__(self, num_tasks: int, on_span: OnSpan | None = None) -> None:
-        self.future: Future[None] = Future()
-        self.future.set_running_or_notify_cancel()
+    def __init__(
+        self, tasks: Sequence[Callable[[], None]], on_span: OnSpan | None, in_flight: set[Future]
+    ) -> None:
+        self.future = Future()
+        self._in_flight = in_flight
+        self.tasks = deque(tasks)  # those that have not begun
         self._on_span = on_span
         self._start_s = math.inf
         self._lock = threading.Lock()
-        self._num_left = num_tasks
+        self._num_left = len(tasks)
         self._error: BaseException | None = None
-        if num_tasks == 0:
-            self.future.set_result(None)
 
     def begin(self, now_s: float) -> None:
         with self._lock:
@@ -482,12 +522,10 @@ class _Batch:
                 self._error = error
             if self._num_left:
                 return
-        if self._on_span is not None:
+        if self._on_span is not None and self._start_s < math.inf:
             self._on_span(self._start_s, time.perf_counter())
-        if self._error is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(self._error)
+        self.future.finish(self._error)
+        self._in_flight.discard(self.future)
 
 
 # ---------------------------------------------------------------------------------------
@@ -576,7 +614,7 @@ class StripedFile:
         self._num_files = len(run.directories)
         self._stripe_bytes = stripe_bytes if self._num_files > 1 else max(self._padded_bytes, 1)
         self._lock = threading.Lock()
-        self._in_flight: set[Future[None]] = set()
+        self._in_flight: set[Future] = set()
         self._paths: list[Path] = []
         self._fds: list[int] = []
         self._sizes = self._file_sizes()
@@ -608,7 +646,7 @@ class StripedFile:
         *,
         urgent: bool = True,
         on_span: OnSpan | None = None,
-    ) -> Future[None]:
+    ) -> Future:
         """Start `pread`. Leave `buffer` alone until the future has ended.
 
         `urgent` and `on_span` are those of `IoPool.submit`.
@@ -622,7 +660,7 @@ class StripedFile:
         *,
         urgent: bool = True,
         on_span: OnSpan | None = None,
-    ) -> Future[None]:
+    ) -> Future:
         """Start `pwrite`. Do not write to `buffer` until the future has ended.
 
         `urgent` and `on_span` are those of `IoPool.submit`.
@@ -636,7 +674,7 @@ class StripedFile:
         offset: int,
         urgent: bool,
         on_span: OnSpan | None,
-    ) -> Future[None]:
+    ) -> Future:
         self._check(buffer, offset)
         tasks = [
             functools.partial(self._transfer, call, buffer, piece)
@@ -644,14 +682,9 @@ class StripedFile:
         ]
         with self._lock:
             self._check_open()
-            future = self._pool.submit(tasks, urgent=urgent, on_span=on_span)
-            self._in_flight.add(future)
-        future.add_done_callback(self._forget)
-        return future
-
-    def _forget(self, future: Future[None]) -> None:
-        with self._lock:
-            self._in_flight.discard(future)
+            return self._pool.submit(
+                tasks, urgent=urgent, on_span=on_span, in_flight=self._in_flight
+            )
 
     def _read(self, fd: int, views: list[memoryview], offset: int) -> int:
         num_bytes = self._syscalls.preadv(fd, views, offset)
@@ -736,10 +769,9 @@ class StripedFile:
                 raise StorageError(f"cannot read {path}{lost}; {_SEE}")
 
     def drain(self) -> None:
-        """Wait until no transfer is running; their errors are their own."""
-        with self._lock:
-            in_flight = tuple(self._in_flight)
-        wait(in_flight)
+        """Wait until no transfer is running, and what follows on each has been done; their errors
+        are their own."""
+        _wait(self._in_flight.copy())
 
     def _check(self, buffer: torch.Tensor, offset: int) -> None:
         num_bytes = buffer.numel()
@@ -828,9 +860,8 @@ class StripedFile:
         Memory that `map` returned stays valid, and keeps its space on the disk.
         """
         with self._lock:
-            in_flight = tuple(self._in_flight)
             finalizer = self._finalizer.detach()  # from here on `_submit` refuses
-        wait(in_flight)
+        _wait(self._in_flight.copy())
         if finalizer is not None:
             _remove_files(*finalizer[2])
 
@@ -894,6 +925,11 @@ class StripedFile:
                 queue[-1].num_bytes += length
         turns = itertools.zip_longest(*queues)
         return [piece for turn in turns for piece in turn if piece is not None]
+
+
+def _wait(futures: Iterable[Future]) -> None:
+    for future in futures:
+        future.settle()
 
 
 def _remove_files(owner_pid: int, paths: list[Path], fds: list[int]) -> None:

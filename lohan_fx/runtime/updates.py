@@ -28,7 +28,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +51,7 @@ from lohan_fx.runtime.optimizer import (
 from lohan_fx.runtime.recording import Label
 from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, on_device, views_of
 from lohan_fx.runtime.trials import Trials
+from lohan_fx.runtime.waiting import Future
 from lohan_fx.timeline import Lane as Lane_
 
 _CHUNK = 2**16
@@ -174,7 +174,7 @@ class Updater:
         self._rank: dict[int, int] = {}
         self._fresh: dict[int, Ticket] = {}
         self._order: deque[UnitStates] = deque()
-        self._reads: dict[int, tuple[Tensor, Future[None]]] = {}
+        self._reads: dict[int, tuple[Tensor, Future]] = {}
         self._asking = False  # the update that runs wants a buffer: reading ahead would keep it
         self._writes: list[Ticket] = []
         self._arrivals: dict[int, Ticket] = {}
@@ -794,7 +794,7 @@ class Updater:
         assert self._state_ring is not None
         return self._state_ring
 
-    def _submit_read(self, states: UnitStates, buffer: Tensor) -> Future[None]:
+    def _submit_read(self, states: UnitStates, buffer: Tensor) -> Future:
         assert self._states.file is not None
         unit = states.unit
         kind, num_bytes, (first, size) = "read_states", unit.update_read_bytes, states.update_range
@@ -886,7 +886,7 @@ class Updater:
 
         written = Ticket()
 
-        def ended(write: Future[None]) -> None:
+        def ended(write: Future) -> None:
             error = write.exception()
             if error is not None and self._states.park(states, buffer, first, error):
                 error = None

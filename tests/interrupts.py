@@ -1,0 +1,125 @@
+"""Interrupts what threads share, again and again, and sees that everybody goes on. A process of its
+own (python -m tests.interrupts traced|signals seconds), which ends with all stacks if it hangs."""
+
+from __future__ import annotations
+
+import faulthandler
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from lohan_fx.runtime.arena import Arena, BufferRing, Region
+from lohan_fx.runtime.lanes import Lane, RankedLane, Ticket
+from lohan_fx.runtime.ssd import IoPool
+from lohan_fx.runtime.waiting import Future
+from tests.faults import interrupted
+
+HANGS_S = 10
+PAGE = 4096
+
+
+class Shared:
+    """One of each, and what the main thread does with it."""
+
+    def __init__(self) -> None:
+        self.lane, self.ranked, self.pool = Lane("lane"), RankedLane("ranked"), IoPool(2)
+        self.ring = BufferRing(Arena(2 * PAGE, pin=False), Region(0, 2 * PAGE, "ring"), 2)
+        self.there = Ticket()
+        self.there.finish()
+
+    def submit(self) -> None:
+        self.lane.submit(_nothing).settle()
+
+    def drain(self) -> None:
+        self.ranked.submit_ranked(_nothing, 1, self.there)
+        self.ranked.drain()
+
+    def borrow(self) -> None:
+        for _ in range(3):  # waits for the first one
+            buffer = self.ring.acquire()
+            self.lane.submit(lambda b=buffer: self.ring.release(b))  # type: ignore[misc]
+        self.lane.drain()
+
+    def transfer(self) -> None:
+        in_flight: set[Future] = set()
+        future = self.pool.submit([_nothing] * 3, in_flight=in_flight)
+        future.add_done_callback(_nothing)
+        future.settle()
+        assert not in_flight
+        _ = self.pool.counters
+
+    def check(self) -> None:
+        """All are as new."""
+        self.lane.drain()
+        self.ranked.drain()
+        self.ring.reset()
+        self.submit()
+        self.drain()
+        self.borrow()
+        self.transfer()
+
+    def close(self) -> None:
+        self.lane.close()
+        self.ranked.close()
+        self.pool.close()
+
+
+def say(line: str) -> None:
+    """For whoever looks for the place of a hang."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def traced(do: Callable[[], None], check: Callable[[], None]) -> int:
+    """Interrupt at every line, call and return."""
+    with interrupted() as counted:
+        do()
+    for at in range(1, counted.count + 1):
+        time.sleep(0.001)  # threads have nothing to do and sleep
+        with interrupted(at) as places:
+            try:
+                do()
+            except KeyboardInterrupt:
+                say(places.place)
+        faulthandler.dump_traceback_later(HANGS_S, exit=True)
+        check()
+    return counted.count
+
+
+def signals(do: Callable[[], None], check: Callable[[], None], seconds: float) -> int:
+    """Interrupt by signals at random moments, between any two instructions of Python."""
+    chance = random.Random(0)
+    count = 0
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        faulthandler.dump_traceback_later(HANGS_S, exit=True)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 2e-5 + chance.random() * 3e-4)
+            while True:
+                do()
+        except KeyboardInterrupt:
+            count += 1
+        check()
+    return count
+
+
+def main(how: str, seconds: float) -> None:
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    shared = Shared()
+    for do in (shared.submit, shared.drain, shared.borrow, shared.transfer):
+        say(do.__name__)
+        check = shared.check
+        count = traced(do, check) if how == "traced" else signals(do, check, seconds)
+        assert count > 10
+        say(f"{count} interrupts")
+    shared.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))
