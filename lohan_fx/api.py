@@ -24,7 +24,8 @@ from lohan_fx.compile_arguments import (
     chosen_schedule,
     device_of,
 )
-from lohan_fx.compiled import CompiledModel, Gradients, Options
+from lohan_fx.compiled.model import CompiledModel
+from lohan_fx.compiled.options import Gradients, Options
 from lohan_fx.errors import LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Schedule

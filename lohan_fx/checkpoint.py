@@ -32,7 +32,7 @@ from lohan_fx import manifest
 from lohan_fx.arguments import check_flag, path_of
 from lohan_fx.atomic import DTYPE_NAMES, TensorFile, TextFile, tensor_files, write_directory
 from lohan_fx.atomic import found as found_directory
-from lohan_fx.compiled import CompiledModel, Loaded
+from lohan_fx.compiled.model import CompiledModel, Loaded
 from lohan_fx.errors import CheckpointError, LohanError, listed
 from lohan_fx.hardware import parse_bytes
 from lohan_fx.manifest import DESCRIPTION, FORMAT, VERSION

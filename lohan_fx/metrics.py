@@ -16,7 +16,7 @@ from lohan_fx.runtime.arena import Arena
 from lohan_fx.runtime.lanes import Counters
 
 if TYPE_CHECKING:
-    from lohan_fx.compiled import CompiledModel
+    from lohan_fx.compiled.model import CompiledModel
 
 LINKS = ("d2h", "h2d", "ssd_read", "ssd_write")
 

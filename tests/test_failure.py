@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 import lohan_fx
-import lohan_fx.compiled
+import lohan_fx.compiled.model
 from lohan_fx.api import LohanModule
 from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError, StorageError
 from lohan_fx.hardware import HardwareProfile
@@ -451,7 +451,7 @@ def test_an_interrupt_right_behind_allocation(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(lohan_fx.compiled.CompiledModel, "_own_memory", interrupt)
+        patch.setattr(lohan_fx.compiled.model.CompiledModel, "_own_memory", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run.model.lohan.prepare(**run.inputs)
     assert isinstance(run.model, LohanModule)
@@ -470,7 +470,7 @@ def test_an_interrupt_in_a_stage_of_set_up(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(lohan_fx.compiled, stage, interrupt)
+        patch.setattr(lohan_fx.compiled.model, stage, interrupt)
         with pytest.raises(KeyboardInterrupt):
             run.model.lohan.prepare(**run.inputs)
     assert isinstance(run.model, LohanModule)
@@ -538,9 +538,9 @@ def test_pinning_is_refused(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
     def pinned(num_bytes: int, **options: Any) -> Arena:
         return Arena(num_bytes, **{**options, "pin": True})
 
-    for module in (lohan_fx.compiled, engine):
+    for module in (lohan_fx.compiled.model, engine):
         monkeypatch.setattr(module, "Arena", pinned)
-    monkeypatch.setattr(lohan_fx.compiled, "PageLocker", Refusing)
+    monkeypatch.setattr(lohan_fx.compiled.model, "PageLocker", Refusing)
     run = Run(hw, monkeypatch, states="host", swap_to="host")
     with pytest.warns(RuntimeWarning, match=r"were refused: out of memory.*ulimit -l") as caught:
         run.good_step()

@@ -26,8 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from lohan_fx import footprint
 from lohan_fx._compat import backward_hook, gradient_hook, without_hooks
 from lohan_fx.annotate import StateLayout, UnitLayout, annotate, unit_layouts
-from lohan_fx.capture import Captured, Outputs, capture
-from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES
+from lohan_fx.capture import Captured, capture
+from lohan_fx.compiled.options import Options
 from lohan_fx.errors import (
     CaptureError,
     InsufficientMemoryError,
@@ -43,10 +43,10 @@ from lohan_fx.passes.split import split
 from lohan_fx.passes.verify import check_invariants, check_program
 from lohan_fx.plan import LATE, WAITING, WHOLE, Plan, Schedule, Tier
 from lohan_fx.planners import make_plan
-from lohan_fx.planners.registry import Planner, PlannerOptions
+from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.printing import ProgramModule
 from lohan_fx.program import Program, Residency, lower, residency, waiting_bytes
-from lohan_fx.progress import Line, Shown
+from lohan_fx.progress import Line
 from lohan_fx.refinement import MIN_GAIN, Measured, Outcome, Refinement
 from lohan_fx.runtime.arena import Arena, Layout, PageLocker
 from lohan_fx.runtime.clipping import Clipping
@@ -81,9 +81,7 @@ growing sequences of generation, runs op by op (`runtime.eager`)."""
 _COMPILED = "a model that lohan_fx.compile has made runs its own program: leave torch.compile out"
 
 
-Gradients = Literal["consumed", "kept"]
 Loaded = Literal["model", "optimizer"]
-"""What becomes of gradients: see `lohan_fx.compile`."""
 
 _STAGES = {
     "capture": "tracing the model",
@@ -95,34 +93,6 @@ _STAGES = {
     "refine": "planning again, with measured seconds",
 }
 """What the live line calls the stages of `CompiledModel.setup_s`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What `lohan_fx.compile` was asked for; see there.
-
-    `may_defer`: schedule "speculative" is not the user's wish; without room, "deferred" does.
-    """
-
-    hw: HardwareProfile
-    budget: MemoryBudget
-    device: torch.device
-    dtype: torch.dtype | None
-    strategy: str | Planner
-    planner: PlannerOptions
-    outputs: Outputs
-    fused: bool = False
-    plan: Plan | None = None
-    loss_chunk_bytes: int = LOSS_CHUNK_BYTES
-    gradients: Gradients = "consumed"
-    accumulate: int | Literal["manual"] = 1
-    clip_grad_norm: float | None = None
-    clip_grad_value: float | None = None
-    skip_nonfinite: bool = False
-    forwards: int = 1
-    may_defer: bool = False
-    refine: bool = False
-    progress: Shown = "auto"
 
 
 @dataclass(kw_only=True)
