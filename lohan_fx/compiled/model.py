@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,10 +23,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lohan_fx import footprint
-from lohan_fx._compat import backward_hook, gradient_hook, without_hooks
 from lohan_fx.annotate import StateLayout, UnitLayout, annotate, unit_layouts
 from lohan_fx.capture import Captured, capture
+from lohan_fx.compiled.hooks import Call, SubmoduleCall, refuse_uncalled
+from lohan_fx.compiled.notices import Notices
 from lohan_fx.compiled.options import Options
+from lohan_fx.compiled.user_module import UserModule
 from lohan_fx.errors import (
     CaptureError,
     InsufficientMemoryError,
@@ -68,8 +69,6 @@ from lohan_fx.signature import Signature, difference, foreign_input, signature_o
 from lohan_fx.simulate import simulate
 from lohan_fx.weights import Source
 from lohan_fx.workload import Workload
-
-logger = logging.getLogger("lohan_fx")
 
 MAX_PROGRAMS = 16
 """Programs kept for one model; the least recently used one goes first."""
@@ -117,9 +116,7 @@ class CompiledModel:
         options: Options,
         source: Source | None = None,
     ) -> None:
-        self._model = weakref.ref(model)
-        self._original = type(model)
-        self._forward = model.__dict__.get("forward")  # of the instance alone, as wrappers set it
+        self._user = UserModule(model)
         self.options = options
         self.optimizer = optimizer
         self.programs: OrderedDict[Signature, CompiledProgram] = OrderedDict()
@@ -134,7 +131,7 @@ class CompiledModel:
         self.masters: Sequence[str] = ()
         self.pending_states: Callable[[Mapping[str, nn.Parameter]], None] | None = None
         self.resetting = False
-        self._said: set[str] = set()
+        self._notices = Notices()
         self._mended: set[str] = set()
         self._partly: set[str] = set()
         self._replaces = False
@@ -175,7 +172,6 @@ class CompiledModel:
         self._layouts: tuple[UnitLayout, ...] = unit_layouts(
             model, self._trained, self._state_layout
         )
-        self._inner: list[tuple[str, nn.Module]] = []
         self._numbers = itertools.count()
         self._anchor = torch.zeros((), requires_grad=True)
         self._closer: weakref.finalize[Any, Any] | None = None
@@ -184,18 +180,16 @@ class CompiledModel:
             check_supported(optimizer)
             self._hooks = [
                 optimizer.register_step_pre_hook(_StepHook(self)),
-                optimizer.register_step_post_hook(_Call(self, CompiledModel.show_gradients)),
-                optimizer.register_state_dict_pre_hook(_Call(self, CompiledModel.lend_states)),
-                optimizer.register_state_dict_post_hook(_Call(self, CompiledModel.unlend_states)),
-                optimizer.register_load_state_dict_pre_hook(_Call(self, CompiledModel.check_ended)),
-                optimizer.register_load_state_dict_post_hook(
-                    _Call(self, CompiledModel.take_states)
-                ),
-                model.register_load_state_dict_pre_hook(_Call(self, CompiledModel._other_weights)),
+                optimizer.register_step_post_hook(Call(self, CompiledModel.show_gradients)),
+                optimizer.register_state_dict_pre_hook(Call(self, CompiledModel.lend_states)),
+                optimizer.register_state_dict_post_hook(Call(self, CompiledModel.unlend_states)),
+                optimizer.register_load_state_dict_pre_hook(Call(self, CompiledModel.check_ended)),
+                optimizer.register_load_state_dict_post_hook(Call(self, CompiledModel.take_states)),
+                model.register_load_state_dict_pre_hook(Call(self, CompiledModel._other_weights)),
                 model.register_load_state_dict_post_hook(_end_of_load(weakref.ref(self))),
             ]
             self._hooks += [  # parts of the model are saved, too; the whole is `LohanModule`'s
-                module.register_state_dict_pre_hook(_WaitHook(self, CompiledModel.sync))
+                module.register_state_dict_pre_hook(SubmoduleCall(self, CompiledModel.sync))
                 for module in model.modules()
                 if module is not model
             ]
@@ -208,10 +202,7 @@ class CompiledModel:
 
     @property
     def model(self) -> nn.Module:
-        model = self._model()
-        if model is None:
-            raise StepError("the compiled model has been deleted")
-        return model
+        return self._user.module
 
     def program(self) -> CompiledProgram:
         """The training program that ran last (or the evaluation program, if none did)."""
@@ -275,12 +266,6 @@ class CompiledModel:
         """
         return self._meter.read(self)
 
-    def _named_parameters(self, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As the user's class names them, without waiting for updates (`LohanModule`)."""
-        found: Iterator[tuple[str, nn.Parameter]]
-        found = self._original.named_parameters(self.model, **options)
-        return found
-
     # -- programs ---------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> CompiledProgram:
@@ -293,7 +278,9 @@ class CompiledModel:
         with _outside_inference_mode():
             self._clear_unfinished()
             self._check_step()
-            return self._program(args, kwargs, self._signature(self._parameters(), args, kwargs))
+            return self._program(
+                args, kwargs, self._signature(self._user.parameters(), args, kwargs)
+            )
 
     def _program(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Signature
@@ -305,7 +292,7 @@ class CompiledModel:
                 old.executor.drop_pending()
             last = next((k for k in reversed(self.programs) if k.grad == key.grad), None)
             if last is not None:
-                self._say(
+                self._notices.say(
                     "shapes",
                     f"{difference(last, key, args, kwargs)}: making another program (at most "
                     f"{MAX_PROGRAMS} are kept; this is said once). Where lengths vary much, pad "
@@ -326,7 +313,7 @@ class CompiledModel:
         if key in self._uncapturable:
             return None
         if self._num_evaluations >= MAX_EVALUATIONS:
-            self._say(
+            self._notices.say(
                 "evaluations",
                 f"{MAX_EVALUATIONS} programs without backward were made: other shapes and modes "
                 "are evaluated op by op, without a plan",
@@ -336,18 +323,9 @@ class CompiledModel:
         try:
             return self._program(args, kwargs, key)
         except CaptureError as error:
-            self._say("uncaptured", f"evaluating op by op, without a plan: {error}")
+            self._notices.say("uncaptured", f"evaluating op by op, without a plan: {error}")
             self._uncapturable.add(key)
             return None
-
-    def _say(self, topic: str, message: str) -> None:
-        if topic not in self._said:
-            self._said.add(topic)
-            logger.warning("lohan_fx: %s", message)
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """By every name that they have."""
-        return dict(self._named_parameters(remove_duplicate=False))
 
     def _signature(
         self, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -361,10 +339,9 @@ class CompiledModel:
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> CompiledProgram:
         options = self.options
-        # without the model, which is held weakly: its own hooks are called around the program
-        self._inner = list(self.model.named_modules())[1:]
+        self._user.walk()
         if grad:
-            self._check_hooks(self._parameters(), self._inner)
+            refuse_uncalled(self._trained, self._user.parameters(), self._user.inner)
         with self._stage("capture"):
             captured = self._capture(args, kwargs, grad)
         if options.fused:
@@ -561,8 +538,7 @@ class CompiledModel:
         return dataclasses.replace(workload, units=tuple(units))
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> Captured:
-        # the model's own hooks are called around the program: they are no part of it
-        with self._as_it_was() as model, _without_gradients(model), without_hooks(model):
+        with self._user.to_be_traced() as model:
             return capture(
                 model,
                 args,
@@ -573,22 +549,6 @@ class CompiledModel:
                 grad=grad,
                 loss_chunk_bytes=self.options.loss_chunk_bytes,
             )
-
-    @contextmanager
-    def _as_it_was(self) -> Iterator[nn.Module]:
-        """The model with the forward that it had before it was compiled."""
-        model = self.model
-        wrapped, forward = type(model), model.__dict__.pop("forward", None)
-        model.__class__ = self._original
-        if self._forward is not None:
-            model.__dict__["forward"] = self._forward
-        try:
-            yield model
-        finally:
-            model.__class__ = wrapped
-            model.__dict__.pop("forward", None)
-            if forward is not None:  # set since: it calls the compiled one
-                model.__dict__["forward"] = forward
 
     def _rewrite(self, captured: Captured, workload: Workload, plan: Plan) -> CompiledProgram:
         assert self.memory is not None
@@ -608,7 +568,7 @@ class CompiledModel:
             halves=halves,
             engine=engine,
             parameters=Resident(memory.states, captured),
-            buffers=Buffers(self._model, self.options.device),
+            buffers=Buffers(self._user.ref, self.options.device),
         )
         return CompiledProgram(
             workload=workload,
@@ -742,10 +702,10 @@ class CompiledModel:
         self._clear_unfinished()
         self._check_step()
         self._end_interrupted()
-        named = self._parameters()  # walking through the modules once: it takes a millisecond
+        named = self._user.parameters()  # walking through the modules once: it takes a millisecond
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in named.values())
         if grad:
-            self._check_hooks(named, self._inner)
+            refuse_uncalled(self._trained, named, self._user.inner)
         elif foreign_input(args, kwargs):
             return self._run_eagerly(args, kwargs)
         key = self._signature(named, args, kwargs)
@@ -775,18 +735,18 @@ class CompiledModel:
         """The module's own forward without backward; parameters are read from their tiers."""
         self.sync()
         device, dtype = self.options.device, self._state_layout.compute_dtype
-        parameters = [p for _, p in self._named_parameters()]
+        parameters = [p for _, p in self._user.named_parameters()]
         if any(p.is_meta for p in parameters):
             raise StepError(
                 "the model is on the meta device still, and this forward makes no program: call "
                 "model.lohan.prepare(*args, **kwargs) with a batch as for training first"
             )
         for name, _ in self.model.named_buffers():
-            Buffers(self._model, device)(name)
+            Buffers(self._user.ref, device)(name)
         args, kwargs = pytree.tree_map(self._input, (args, kwargs))
         elsewhere = dtype is not None or any(p.device != device for p in parameters)
         read = ReadParameters(parameters, device, dtype) if elsewhere else nullcontext()
-        with self._as_it_was() as model, torch.no_grad(), read:
+        with self._user.as_it_was() as model, torch.no_grad(), read:
             return model.forward(*args, **kwargs)
 
     def _make_place(self, executor: Executor) -> int:
@@ -841,7 +801,7 @@ class CompiledModel:
                 try:
                     program = self._build(captured, workload, plan or self._plan_for(workload))
                 except InsufficientMemoryError as error:  # of buffers: the old ones are held still
-                    self._say("move", f"no room to change the plan: {error}")
+                    self._notices.say("move", f"no room to change the plan: {error}")
                     program = self._build(captured, workload, self._plan_for(workload))
                 self.programs[key] = self.latest = program
         self.refined = Outcome(
@@ -851,7 +811,7 @@ class CompiledModel:
             seconds=time.perf_counter() - began,
         )
         if self.refined.changed:
-            self._say("refined", self.refined.text())
+            self._notices.say("refined", self.refined.text())
         return program
 
     def _better_plan(self, plan: Plan, measured: Measured) -> tuple[Plan | None, float, float]:
@@ -893,7 +853,7 @@ class CompiledModel:
                 memory.states.move(states, arena)
                 moved.append(states.unit.name)
         except (InsufficientMemoryError, torch.OutOfMemoryError) as error:
-            self._say("move", f"no room to change the plan: {error}")
+            self._notices.say("move", f"no room to change the plan: {error}")
             return tuple(moved), None
         finally:
             if moved:
@@ -909,32 +869,6 @@ class CompiledModel:
                 raise StepError(
                     f"parameter {name} is another tensor than when the model was compiled: call "
                     "model.lohan.close() before replacing layers, and compile again"
-                )
-
-    def _check_hooks(
-        self, named: Mapping[str, nn.Parameter], modules: Iterable[tuple[str, nn.Module]]
-    ) -> None:
-        """Refuse hooks that plain PyTorch's backward would call, and this one does not.
-
-        Without an optimizer parameters get their gradients from autograd, and hooks are called.
-        """
-        for name in self._trained:
-            kind = gradient_hook(named[name]) if name in named else ""
-            if kind:
-                raise StepError(
-                    f"parameter {name} has a hook of {kind}(), which would not be called: the "
-                    "gradient updates its unit in backward, or is added up there, without passing "
-                    "through autograd. Remove the hook; compile with gradients='kept' and read or "
-                    "change .grad between backward and optimizer.step(), or use clip_grad_norm= or "
-                    "clip_grad_value= (a hook that runs an optimizer in backward is not needed)"
-                )
-        for name, module in modules:
-            kind = backward_hook(module)
-            if kind:
-                raise StepError(
-                    f"module {name} has a hook of {kind}(), which would not be called: backward is "
-                    "one program. Remove it, or keep what needs it out of the module that is "
-                    "compiled; gradients of parameters are in .grad with gradients='kept'"
                 )
 
     def _check_step(self) -> None:
@@ -1069,7 +1003,7 @@ class CompiledModel:
         """Load the states of a checkpoint into the optimizer, if they still wait for memory."""
         lend, self.pending_states = self.pending_states, None
         if lend is not None and self.optimizer is not None:
-            lend(dict(self._named_parameters()))
+            lend(dict(self._user.named_parameters()))
             for entry in self.optimizer.state.values():
                 for name, value in entry.items():
                     entry[name] = value.clone() if isinstance(value, Tensor) else value
@@ -1194,7 +1128,7 @@ class CompiledModel:
 
     def _own_memory(self) -> None:
         """See that memory is given back with the model, also if an interrupt struck between."""
-        model = self._model()
+        model = self._user.ref()
         if self._closer is None and self.memory is not None and model is not None:
             self._closer = weakref.finalize(model, close_elsewhere, self.memory.close)
 
@@ -1208,7 +1142,7 @@ class CompiledModel:
         try:
             self.sync()
         except Exception as error:  # noqa: BLE001 - what was held is given back all the same
-            self._say("close", f"the last step's updates did not end: {error}")
+            self._notices.say("close", f"the last step's updates did not end: {error}")
         if self._closer is not None and self._closer.alive:  # else the model's end closed it
             for program in self.programs.values():
                 program.executor.abort()  # before states are read: of a step that never ends
@@ -1216,12 +1150,7 @@ class CompiledModel:
             self.memory.states.give_back(self.optimizer)
             self.memory.states.forget_sums()
         self._materialize_states()
-        model = self._model()
-        if model is not None and model.__dict__.get("_lohan") is self:
-            model.__class__ = self._original
-            del model.__dict__["_lohan"]
-            if self._forward is not None:
-                model.__dict__.setdefault("forward", self._forward)
+        self._user.give_back(self)
         if self.memory is not None:
             self.memory.states.forget_grad_dtypes()
         self.programs.clear()
@@ -1231,19 +1160,6 @@ class CompiledModel:
         if self._closer is not None:
             self._closer()
         self.memory = None
-
-
-@contextmanager
-def _without_gradients(model: nn.Module) -> Iterator[None]:
-    """Tracing would look into parameters' gradients, which are not there in the traced model."""
-    gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
-    for p, _ in gradients:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, gradient in gradients:
-            p.grad = gradient
 
 
 @contextmanager
@@ -1257,7 +1173,7 @@ def _outside_inference_mode() -> Iterator[None]:
 
 
 class _StepHook:
-    """Before optimizer.step(). Holds the compiled model weakly, as `_Call`.
+    """Before optimizer.step(). Holds the compiled model weakly, as `hooks.Call`.
 
     A closure runs first, with gradients as they are; what it leaves is the step's.
     """
@@ -1294,34 +1210,6 @@ def _end_of_load(ref: weakref.ref[CompiledModel]) -> Callable[[nn.Module, Any], 
             compiled.loaded("model")
 
     return hook
-
-
-class _Call:
-    """A hook. Holds the compiled model weakly: optimizer and model must not keep it alive."""
-
-    def __init__(self, compiled: CompiledModel, method: Callable[[CompiledModel], None]) -> None:
-        self._compiled = weakref.ref(compiled)
-        self._method = method
-
-    def __call__(self, *_: Any) -> None:
-        compiled = self._compiled()
-        if compiled is not None:
-            self._method(compiled)
-
-
-class _WaitHook(_Call):
-    """A hook of a submodule, which may be copied or pickled by itself: the copy has none."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _nothing
-
-
-def _nothing(*_: Any) -> None:
-    pass
 
 
 class _Waiting:
