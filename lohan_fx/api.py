@@ -101,7 +101,7 @@ class LohanModule(Unmoved):
             self.lohan.resetting = False
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.lohan.check_saving()
+        self.lohan.integrity.check_saving()
         return super().state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
