@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 import lohan_fx
 from lohan_fx.api import LohanModule
-from lohan_fx.compiled import CompiledModel
+from lohan_fx.compiled.model import CompiledModel
 from lohan_fx.errors import LohanError
 from lohan_fx.report import hardware_table, moved_text, plan_parts, short_bytes
 

@@ -24,7 +24,8 @@ from lohan_fx.compile_arguments import (
     chosen_schedule,
     device_of,
 )
-from lohan_fx.compiled import CompiledModel, Gradients, Options
+from lohan_fx.compiled.model import CompiledModel
+from lohan_fx.compiled.options import Gradients, Options
 from lohan_fx.errors import LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Schedule
@@ -100,7 +101,7 @@ class LohanModule(Unmoved):
             self.lohan.resetting = False
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.lohan.check_saving()
+        self.lohan.integrity.check_saving()
         return super().state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -32,7 +32,8 @@ from lohan_fx import manifest
 from lohan_fx.arguments import check_flag, path_of
 from lohan_fx.atomic import DTYPE_NAMES, TensorFile, TextFile, tensor_files, write_directory
 from lohan_fx.atomic import found as found_directory
-from lohan_fx.compiled import CompiledModel, Loaded
+from lohan_fx.compiled.integrity import Part
+from lohan_fx.compiled.model import CompiledModel
 from lohan_fx.errors import CheckpointError, LohanError, listed
 from lohan_fx.hardware import parse_bytes
 from lohan_fx.manifest import DESCRIPTION, FORMAT, VERSION
@@ -122,8 +123,8 @@ def save(
     except ValueError as error:
         raise LohanError(f"max_shard_bytes: {error}") from error
     if compiled is not None:
-        compiled.check_ended()
-        compiled.check_whole()
+        compiled.integrity.check_ended()
+        compiled.integrity.check_whole()
     tensors: dict[str, Tensor] = {}
     description: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     description["step"] = step
@@ -199,12 +200,12 @@ def load(
     check_flag("verify", verify)
     optimizer = _chosen(compiled, optimizer)
     if compiled is not None:
-        compiled.check_ended()
+        compiled.integrity.check_ended()
     description = manifest.read(path, verify=verify)
     _check_there(path, description["files"], optimizer is not None)
     checksums = description.get("checksums", {}) if verify else {}
     extra = FileStore([(path / _EXTRA, None)], str(path / _EXTRA), checksums)
-    with contextlib.nullcontext() if compiled is None else compiled.replacing():
+    with contextlib.nullcontext() if compiled is None else compiled.integrity.replacing():
         places = places_of(model)
     store = sharded(path, WHOLE, INDEX, checksums)
     keys = match(model, places, store)
@@ -233,10 +234,9 @@ def load(
         else:
             exact = StoredWeights(store, {**keys, **states.masters})
             _load_weights(compiled, places, exact, tuple(states.masters))
-            if compiled is not None and ours:
+            if compiled is not None and compiled.optimizer_states is not None and ours:
                 states.load_groups(tensors)
-                compiled.load_states(states.lend)
-                compiled.forget_sums()
+                compiled.optimizer_states.load(states.lend)
             else:
                 states.load_plainly(tensors)
     if rng:
@@ -315,21 +315,22 @@ def _chosen(
 @contextlib.contextmanager
 def _lent(compiled: CompiledModel | None, optimizer: Optimizer | None) -> Iterator[None]:
     """The optimizer has its states, as views of where they are."""
-    if compiled is None or optimizer is not compiled.optimizer:
+    states = compiled.optimizer_states if compiled is not None else None
+    if compiled is None or states is None or optimizer is not compiled.optimizer:
         yield
         return
-    compiled.lend_states()
+    states.lend()
     try:
         yield
     finally:
-        compiled.unlend_states()
+        states.unlend()
 
 
 @contextlib.contextmanager
-def _loading(compiled: CompiledModel | None, parts: Sequence[Loaded]) -> Iterator[None]:
+def _loading(compiled: CompiledModel | None, parts: Sequence[Part]) -> Iterator[None]:
     """While values are written into the model; what fails here leaves it loaded in part."""
     try:
-        with contextlib.nullcontext() if compiled is None else compiled.loading(parts):
+        with contextlib.nullcontext() if compiled is None else compiled.integrity.loading(parts):
             yield
     except CheckpointError as error:
         raise CheckpointError(
@@ -367,8 +368,8 @@ def _load_weights(
     if compiled is None or compiled.memory is None:
         fill(places, source)
         if compiled is not None:
-            compiled.source = source
-            compiled.masters = masters
+            compiled.arriving.source = source
+            compiled.arriving.masters = masters
         return
     states = compiled.memory.states
     names = [s.name for unit in states.units for s in unit.layout.slices]

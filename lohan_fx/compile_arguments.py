@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from lohan_fx.arguments import check_count, check_flag, check_outputs
-from lohan_fx.compiled import Gradients
+from lohan_fx.compiled.options import Gradients
 from lohan_fx.errors import HardwareError, LohanError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SCHEDULES, WAITING, WHOLE, Plan, Schedule

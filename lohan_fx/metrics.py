@@ -7,16 +7,15 @@ what each value means. Counters only grow: values "since the last call" are diff
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
+from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime.arena import Arena
 from lohan_fx.runtime.lanes import Counters
-
-if TYPE_CHECKING:
-    from lohan_fx.compiled import CompiledModel
+from lohan_fx.runtime.memory import Memory
 
 LINKS = ("d2h", "h2d", "ssd_read", "ssd_write")
 
@@ -79,30 +78,42 @@ class Meter:
         if self._first_step == 0:
             self._first_s, self._first_step = self._ended_s, self.num_steps
 
-    def read(self, compiled: CompiledModel) -> dict[str, float | int]:
-        """The metrics; see `KEYS`."""
+    def read(
+        self,
+        memory: Memory | None,
+        hw: HardwareProfile,
+        device: torch.device,
+        peaks: Sequence[int],
+    ) -> dict[str, float | int]:
+        """The metrics; see `KEYS`.
+
+        Args:
+            memory: of the model; None before its first program.
+            hw: the profile whose SSDs it uses.
+            device: where it computes.
+            peaks: planned bytes on the device, of each program.
+        """
         found: dict[str, float | int] = {"lohan/steps": self.num_steps}
         if self.num_steps > self._first_step:
             steps = self.num_steps - self._first_step
             found["lohan/step_s"] = (self._ended_s - self._first_s) / steps
             self._first_s, self._first_step = self._ended_s, self.num_steps
-        now = _lane_seconds(compiled)
+        now = _lane_seconds(memory, device)
         for name, seconds in now.items():
             found[f"lohan/{name}"] = seconds - self._seconds.get(name, 0.0)
         self._seconds = now
-        moved = compiled.counters
+        moved = memory.lanes.counters.copy() if memory is not None else Counters()
         for prefix, counters in (("", moved.minus(self._moved)), ("total_", moved)):
             for link in LINKS:
                 found[f"lohan/{prefix}{link}_bytes"] = getattr(counters, f"{link}_bytes")
         self._moved = moved
-        found.update(_ssd(compiled))
-        found.update(_memory(compiled))
+        found.update(_ssd(memory, hw))
+        found.update(_memory(memory, device, peaks))
         return found
 
 
-def _lane_seconds(compiled: CompiledModel) -> dict[str, float]:
+def _lane_seconds(memory: Memory | None, device: torch.device) -> dict[str, float]:
     """Seconds so far, by the names of their keys."""
-    memory = compiled.memory
     lanes = memory.lanes if memory is not None else None
     pool = memory.pool if memory is not None else None
     found = {
@@ -110,15 +121,14 @@ def _lane_seconds(compiled: CompiledModel) -> dict[str, float]:
         "cpu_optimizer_s": lanes.update_s if lanes is not None else 0.0,
         "ssd_s": pool.counters.busy_s if pool is not None else 0.0,
     }
-    if compiled.options.device.type == "cpu":
+    if device.type == "cpu":
         found["exposed_s"] = lanes.exposed_s if lanes is not None else 0.0
         found["d2h_s"] = lanes.d2h.busy_s if lanes is not None else 0.0
         found["h2d_s"] = lanes.h2d.busy_s if lanes is not None else 0.0
     return found
 
 
-def _ssd(compiled: CompiledModel) -> dict[str, float | int]:
-    memory = compiled.memory
+def _ssd(memory: Memory | None, hw: HardwareProfile) -> dict[str, float | int]:
     pool = memory.pool if memory is not None else None
     written = pool.counters.bytes_written if pool is not None else 0
     found: dict[str, float | int] = {
@@ -127,7 +137,7 @@ def _ssd(compiled: CompiledModel) -> dict[str, float | int]:
         "lohan/parked_bytes": 0,
         "lohan/ssd_bytes": 0,
     }
-    ratings = [ssd.endurance_bytes for ssd in compiled.options.hw.ssds]
+    ratings = [ssd.endurance_bytes for ssd in hw.ssds]
     rated = [rating for rating in ratings if rating is not None]
     if rated and len(rated) == len(ratings):
         found["lohan/ssd_wear"] = written / sum(rated)
@@ -140,18 +150,17 @@ def _ssd(compiled: CompiledModel) -> dict[str, float | int]:
     return found
 
 
-def _memory(compiled: CompiledModel) -> dict[str, float | int]:
-    memory, device = compiled.memory, compiled.options.device
+def _memory(
+    memory: Memory | None, device: torch.device, peaks: Sequence[int]
+) -> dict[str, float | int]:
     arenas: list[Arena | None] = []
     if memory is not None:
         arenas = [memory.arena, memory.buffer_arena, memory.store.arena, *memory.moved]
     updater = memory.updater if memory is not None else None
     found: dict[str, float | int] = {
-        "lohan/planned_device_bytes": max(
-            (program.memory.peak_bytes for program in compiled.programs.values()), default=0
-        ),
+        "lohan/planned_device_bytes": max(peaks, default=0),
         "lohan/host_bytes": sum(arena.num_bytes for arena in arenas if arena is not None),
-        "lohan/programs": len(compiled.programs),
+        "lohan/programs": len(peaks),
         "lohan/late_updates": updater.num_left if updater is not None else 0,
     }
     if device.type == "cuda":

@@ -19,7 +19,8 @@ from lohan_fx.compile_arguments import dtype_of
 from lohan_fx.errors import LohanError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.models import NamedModel, named
-from lohan_fx.runtime.optimizer import SUPPORTED, UnitOptimizer, check_supported
+from lohan_fx.runtime.optimizer import UnitOptimizer
+from lohan_fx.runtime.supported_optimizers import SUPPORTED, check_supported
 from lohan_fx.tracer import Tracer
 
 Inputs = Mapping[str, Any] | Sequence[Any] | Tensor | Callable[[int], Any]

@@ -4,7 +4,7 @@ A plan is made from rooflines and a profile that was taken on an idle machine. I
 their own time, and links, SSDs and the CPU optimizer share the host's memory. So the second step
 times every op, the third and the fourth record the lanes; from these come seconds by op and the
 rates at which bytes really moved. Plans are compared by `simulate` with those, never by a clock.
-Nothing here changes a model: see `CompiledModel`.
+Nothing here changes a model: see `compiled.replanning`.
 """
 
 from __future__ import annotations

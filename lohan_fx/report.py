@@ -20,7 +20,7 @@ from lohan_fx.plan import TIERS, Plan
 from lohan_fx.workload import Workload
 
 if TYPE_CHECKING:
-    from lohan_fx.compiled import CompiledModel
+    from lohan_fx.compiled.model import CompiledModel
     from lohan_fx.runtime.lanes import Counters
 
 _ACTIONS = ("keep", "swap host", "swap ssd", "recompute")

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -29,7 +30,10 @@ import torch
 from torch import Tensor
 
 import lohan_fx
-import lohan_fx.compiled
+import lohan_fx.compiled.allocation
+import lohan_fx.compiled.building
+import lohan_fx.compiled.fitting
+import lohan_fx.compiled.programs
 from lohan_fx.api import LohanModule
 from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError, StorageError
 from lohan_fx.hardware import HardwareProfile
@@ -451,7 +455,7 @@ def test_an_interrupt_right_behind_allocation(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(lohan_fx.compiled.CompiledModel, "_own_memory", interrupt)
+        patch.setattr(lohan_fx.compiled.programs.Programs, "own_memory", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run.model.lohan.prepare(**run.inputs)
     assert isinstance(run.model, LohanModule)
@@ -460,9 +464,19 @@ def test_an_interrupt_right_behind_allocation(
     assert model_threads() <= before
 
 
-@pytest.mark.parametrize("stage", ["capture", "annotate", "make_plan", "split", "ModelStates"])
+@pytest.mark.parametrize(
+    ("module", "stage"),
+    [
+        (lohan_fx.compiled.building, "capture"),
+        (lohan_fx.compiled.building, "annotate"),
+        (lohan_fx.compiled.fitting, "make_plan"),
+        (lohan_fx.compiled.building, "split"),
+        (lohan_fx.compiled.allocation, "ModelStates"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_an_interrupt_in_a_stage_of_set_up(
-    stage: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, stage: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Trained(hw, monkeypatch)
 
@@ -470,7 +484,7 @@ def test_an_interrupt_in_a_stage_of_set_up(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(lohan_fx.compiled, stage, interrupt)
+        patch.setattr(module, stage, interrupt)
         with pytest.raises(KeyboardInterrupt):
             run.model.lohan.prepare(**run.inputs)
     assert isinstance(run.model, LohanModule)
@@ -538,9 +552,9 @@ def test_pinning_is_refused(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
     def pinned(num_bytes: int, **options: Any) -> Arena:
         return Arena(num_bytes, **{**options, "pin": True})
 
-    for module in (lohan_fx.compiled, engine):
+    for module in (lohan_fx.compiled.allocation, engine):
         monkeypatch.setattr(module, "Arena", pinned)
-    monkeypatch.setattr(lohan_fx.compiled, "PageLocker", Refusing)
+    monkeypatch.setattr(lohan_fx.compiled.allocation, "PageLocker", Refusing)
     run = Run(hw, monkeypatch, states="host", swap_to="host")
     with pytest.warns(RuntimeWarning, match=r"were refused: out of memory.*ulimit -l") as caught:
         run.good_step()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import lohan_fx
-import lohan_fx.compiled
+import lohan_fx.compiled.building
 from lohan_fx._compat import OpOverload, fake_mode
 from lohan_fx.annotate import is_getitem, is_view, mark_blocks, mark_roots, tensors_of
 from lohan_fx.api import LohanModule
@@ -91,7 +91,7 @@ def check_kernels(patch: pytest.MonkeyPatch, *, compiled: bool = False) -> list[
         made.append(Checked(device, compiled=compiled))
         return made[-1]
 
-    patch.setattr(lohan_fx.compiled, "Kernels", kernels)
+    patch.setattr(lohan_fx.compiled.building, "Kernels", kernels)
     return made
 
 
@@ -115,8 +115,12 @@ def test_fused_steps_are_eager(
     name: str, strategy: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remember_captures(monkeypatch, name)
-    original = lohan_fx.compiled.capture  # what it returns is shared, and `fuse` would change it
-    monkeypatch.setattr(lohan_fx.compiled, "capture", lambda *a, **k: original(*a, **k).clone())
+    original = lohan_fx.compiled.building.capture
+
+    def cloned(*args: Any, **options: Any) -> Any:  # the result is shared; `fuse` would change it
+        return original(*args, **options).clone()
+
+    monkeypatch.setattr(lohan_fx.compiled.building, "capture", cloned)
     made = check_kernels(monkeypatch)
     model, inputs = make(name)
     training = training_of("adamw", model)

@@ -415,8 +415,10 @@ def test_units_that_move_take_their_gradients_along(
         memory.buffers = {}
         ((key, program),) = model.lohan.programs.items()
         workload = program.workload
-        plan = model.lohan._plan_for(workload)
-        model.lohan.programs[key] = model.lohan._build(program.executor.captured, workload, plan)
+        plan = model.lohan.builder.plan_for(workload)
+        model.lohan.programs[key] = model.lohan.builder.build(
+            program.executor.captured, workload, plan
+        )
 
     options = {"gradients": "consumed", "states": "device", "schedule": "serial", **options}
     check("mlp", loop, hw, None, **options)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lohan_fx
-import lohan_fx.compiled
+import lohan_fx.compiled.replanning
 from lohan_fx.api import LohanModule
 from lohan_fx.backend import backend
 from lohan_fx.errors import LohanError, StepError
@@ -100,7 +100,9 @@ def test_units_that_move_take_along_what_was_written(
     """And what somebody holds of the state before stays what it was."""
     seconds = {"swap-all": 2.0, "keep-all": 1.0}
     monkeypatch.setattr(
-        lohan_fx.compiled, "simulate", lambda _, plan, __: _Judged(seconds[plan.strategy])
+        lohan_fx.compiled.replanning,
+        "simulate",
+        lambda _, plan, __: _Judged(seconds[plan.strategy]),
     )
 
     def run(refine: bool) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import lohan_fx
-import lohan_fx.compiled
+import lohan_fx.compiled.building
+import lohan_fx.compiled.model
 from lohan_fx.api import LohanModule
-from lohan_fx.compiled import MAX_EVALUATIONS
+from lohan_fx.compiled.lookup import MAX_EVALUATIONS
 from lohan_fx.errors import LohanError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.signature import Signature, difference, signature_of
@@ -46,7 +47,7 @@ class Run(NamedTuple):
         return loss.detach()
 
     @property
-    def lohan(self) -> lohan_fx.compiled.CompiledModel:
+    def lohan(self) -> lohan_fx.compiled.model.CompiledModel:
         assert isinstance(self.model, LohanModule)
         return self.model.lohan
 
@@ -73,13 +74,13 @@ def assert_same_weights(ours: Run, plain: Run) -> None:
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Grows by one for each capture: whether it was of a step with backward."""
     found: list[bool] = []
-    capture = lohan_fx.compiled.capture
+    capture = lohan_fx.compiled.building.capture
 
     def counted(*args: Any, **options: Any) -> Any:
         found.append(options["grad"])
         return capture(*args, **options)
 
-    monkeypatch.setattr(lohan_fx.compiled, "capture", counted)
+    monkeypatch.setattr(lohan_fx.compiled.building, "capture", counted)
     return found
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import lohan_fx
-import lohan_fx.compiled
+import lohan_fx.compiled.allocation
+import lohan_fx.compiled.replanning
 from lohan_fx.api import LohanModule
 from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
@@ -42,7 +43,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(_: Workload, plan: Plan, __: HardwareProfile) -> _Judged:
         return _Judged({"swap-all": 2.0, "keep-all": 1.0}[plan.strategy])
 
-    monkeypatch.setattr(lohan_fx.compiled, "simulate", seconds)
+    monkeypatch.setattr(lohan_fx.compiled.replanning, "simulate", seconds)
 
 
 class Turns:
@@ -163,17 +164,17 @@ def test_units_stay_on_the_ssd_or_off_it(tmp_path: Path) -> None:
 def test_without_room_to_move_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    arena = lohan_fx.compiled.Arena
+    arena = lohan_fx.compiled.allocation.Arena
     made: list[int] = []
 
     def refuse_the_second_move(num_bytes: int, **options: Any) -> Any:
-        if "_move" in _callers():
+        if "move_units" in _callers():
             made.append(num_bytes)
             if len(made) == 2:
                 raise InsufficientMemoryError("host", num_bytes, 0, where="here", advice="wait")
         return arena(num_bytes, **options)
 
-    monkeypatch.setattr(lohan_fx.compiled, "Arena", refuse_the_second_move)
+    monkeypatch.setattr(lohan_fx.compiled.allocation, "Arena", refuse_the_second_move)
     strategy = Turns(("swap-all", "device"), ("keep-all", "host"))
     with caplog.at_level(logging.WARNING, "lohan_fx"):
         model, _ = trained(tmp_path, strategy)

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 
 import lohan_fx
-import lohan_fx.compiled
+import lohan_fx.compiled.building
+import lohan_fx.compiled.lookup
 from lohan_fx.api import LohanModule
 from lohan_fx.errors import (
     InsufficientMemoryError,
@@ -308,7 +309,7 @@ def test_shapes_that_change(
     hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each shape gets its program, a bounded number is kept, one message says so."""
-    monkeypatch.setattr(lohan_fx.compiled, "MAX_PROGRAMS", 3)
+    monkeypatch.setattr(lohan_fx.compiled.lookup, "MAX_PROGRAMS", 3)
     sizes = (2, 4, 5, 6, 5, 3, 2, 6)
     reference, batch = make("mlp")
     plain = training_of("adamw", reference)
@@ -367,13 +368,13 @@ def test_a_shape_that_does_not_fit(hw: HardwareProfile, monkeypatch: pytest.Monk
 
 def test_a_program_is_found_again(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     captured = []
-    capture = lohan_fx.compiled.capture
+    capture = lohan_fx.compiled.building.capture
 
     def counted(*args: Any, **options: Any) -> Any:
         captured.append(args)
         return capture(*args, **options)
 
-    monkeypatch.setattr(lohan_fx.compiled, "capture", counted)
+    monkeypatch.setattr(lohan_fx.compiled.building, "capture", counted)
     run = start("mlp", hw)
     for seed, size in enumerate((6, 4, 6, 4)):
         inputs = {k: v[:size].clone() for k, v in run.inputs.items()}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import lohan_fx.compiled
+import lohan_fx.compiled.building
 from lohan_fx.capture import Captured
 from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget, SsdDevice
@@ -202,7 +202,7 @@ def remember_captures(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     What is captured depends on the structure of the model and its inputs only; `name` stands for
     both.
     """
-    capture = lohan_fx.compiled.capture
+    capture = lohan_fx.compiled.building.capture
 
     def once(model: nn.Module, args: Any, kwargs: Any, **options: Any) -> Captured:
         modes = tuple(m.training for m in model.modules())
@@ -211,7 +211,7 @@ def remember_captures(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
             _captured[key] = capture(model, args, kwargs, **options)
         return _captured[key]
 
-    monkeypatch.setattr(lohan_fx.compiled, "capture", once)
+    monkeypatch.setattr(lohan_fx.compiled.building, "capture", once)
 
 
 def model_threads() -> set[threading.Thread]:

@@ -1,6 +1,6 @@
 """What all programs of a model share: host memory, lanes, the directory on SSDs, the states.
 
-Nothing is planned here. `CompiledModel`, and each graph of the torch.compile backend, has one
+Nothing is planned here. `compiled.Programs`, and each graph of the torch.compile backend, has one
 `Memory`; a program only asks it for buffers.
 """
 

@@ -10,42 +10,41 @@ No storage, no threads: the caller owns all buffers and may pass other addresses
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import Adam, AdamW, Optimizer
 
-from lohan_fx._compat import TRACING, FakeTensor
-from lohan_fx.errors import StepError, UnsupportedOptimizerError
+from lohan_fx._compat import FakeTensor
+from lohan_fx.errors import StepError
+from lohan_fx.runtime.initial_state import ScalarState
 from lohan_fx.runtime.native import adam, adam_cuda
+from lohan_fx.runtime.param_groups import (
+    Hyperparameters,
+    group_values,
+    places_of,
+    same_hyperparameters,
+    snapshot_hyperparameters,
+)
+from lohan_fx.runtime.shadow import Shadow, StateSpec, state_spec, structure_of
+from lohan_fx.runtime.supported_optimizers import sparse_refusal, supported_base
 
-ScalarState = list[dict[str, float] | None]
-"""Per parameter: the step counters and other scalars by name (`{}` for an optimizer that keeps
-none, such as SGD with momentum); None for a parameter that has not been updated yet and
-therefore has no state. Plain data, fit for JSON; float32 and float64 values survive exactly."""
+__all__ = [
+    "Clip",
+    "Hyperparameters",
+    "Results",
+    "Scalars",
+    "UnitOptimizer",
+    "same_hyperparameters",
+    "snapshot_hyperparameters",
+]
 
-Hyperparameters = tuple[dict[str, Any], ...]
-"""Per parameter group of the user's optimizer: its entries without the parameters."""
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,324 +89,10 @@ class Scalars:
     values: tuple[dict[str, Tensor] | None, ...]
 
 
-SUPPORTED: tuple[type[Optimizer], ...] = (
-    AdamW,
-    Adam,
-    SGD,
-    RMSprop,
-    Adagrad,
-    Adamax,
-    NAdam,
-    RAdam,
-    Adadelta,
-    ASGD,
-    Rprop,
-)
-"""Classes of torch.optim whose update of an element reads that element and scalars only."""
-
-_NOT_ELEMENTWISE = {
-    "LBFGS": "it calls a closure several times a step and mixes all parameters in one direction",
-    "SparseAdam": "it needs sparse gradients, and the gradients that are emitted are dense",
-    "Adafactor": "it factors its second moment into rows and columns and scales by tensor norms",
-    "Muon": "it orthogonalizes whole matrices",
-}
-
-_ADVICE = (
-    f"Use one of {', '.join(cls.__name__ for cls in SUPPORTED)}; or leave `optimizer=` out: then "
-    "only activations are managed and your optimizer steps on `.grad` as ever."
-)
-
-_NO_PART_OF_THE_UPDATE = frozenset(
-    {"add_param_group", "load_state_dict", "state_dict", "zero_grad"}
-)
-_NOT_HYPERPARAMETERS = frozenset({"params", "param_names"})
-
-_CPU = torch.device("cpu")
-
 _ALIGNMENT = 1024
 """Pieces of a parameter begin at multiples of this many elements, so that vectorized kernels
 treat every element as they do in the whole parameter (fused CPU kernels round the elements that
 are left over after the last full vector differently)."""
-
-
-def _refuse(optimizer: object, reason: str, advice: str = _ADVICE) -> UnsupportedOptimizerError:
-    return UnsupportedOptimizerError(
-        f"{type(optimizer).__module__}.{type(optimizer).__qualname__} cannot update parameters "
-        f"unit by unit: {reason}. {advice}"
-    )
-
-
-def _supported_base(optimizer: Optimizer) -> type[Optimizer]:
-    """Return the class in `SUPPORTED` whose update `optimizer` runs, or refuse."""
-    for name, reason in _NOT_ELEMENTWISE.items():
-        known = getattr(torch.optim, name, None)
-        if known is not None and isinstance(optimizer, known):
-            raise _refuse(optimizer, reason)
-    cls = type(optimizer)
-    base = next((c for c in cls.__mro__ if c in SUPPORTED), None)
-    if base is None:
-        reason = "its class is not known to work elementwise"
-        closure = inspect.signature(cls.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            reason = "its step needs a closure, which would run the model again inside the update"
-        inner = getattr(optimizer, "optimizer", None)
-        if isinstance(inner, Optimizer):
-            raise _refuse(optimizer, reason, f"Pass the {type(inner).__name__} that it wraps.")
-        raise _refuse(optimizer, reason)
-    for c in cls.__mro__[: cls.__mro__.index(base)]:
-        for name, value in vars(c).items():
-            if name.startswith("__") or name in _NO_PART_OF_THE_UPDATE or not hasattr(base, name):
-                continue
-            # torch wraps `step` in place, on the class of the first instance.
-            if inspect.unwrap(value) is not inspect.unwrap(getattr(base, name)):
-                raise _refuse(optimizer, f"{c.__qualname__} overrides {base.__name__}.{name}")
-    return base
-
-
-def _check_flags(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
-    if values.get("differentiable"):
-        raise _refuse(
-            optimizer, "it has differentiable=True", "Construct it with differentiable=False."
-        )
-    if values.get("capturable"):
-        raise _refuse(
-            optimizer,
-            "it has capturable=True, whose arithmetic exists on accelerators only, while units may "
-            "be updated in host memory",
-            "Construct it with capturable=False.",
-        )
-
-
-def check_supported(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that cannot update one unit at a time with exact results.
-
-    Supported are the classes in `SUPPORTED` and subclasses of them that override nothing that
-    takes part in the update; learning rates may be tensors.
-
-    Raises:
-        UnsupportedOptimizerError: another class, an overridden step, differentiable=True,
-            capturable=True, a parameter that holds a sparse gradient.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise _refuse(optimizer, "it is no torch.optim.Optimizer")
-    _supported_base(optimizer)
-    for group in optimizer.param_groups:
-        _check_flags(optimizer, group)
-        if any(p.grad is not None and p.grad.layout is not torch.strided for p in group["params"]):
-            raise _sparse(optimizer)
-
-
-def _sparse(optimizer: Optimizer) -> UnsupportedOptimizerError:
-    return _refuse(
-        optimizer,
-        "a parameter has a sparse gradient",
-        "Construct nn.Embedding and nn.EmbeddingBag with sparse=False.",
-    )
-
-
-def snapshot_hyperparameters(optimizer: Optimizer) -> Hyperparameters:
-    """Copy the hyperparameters of all groups, to be given to later `UnitOptimizer.step` calls.
-
-    A scheduler that runs after the copy, also one that writes into a tensor learning rate, does
-    not change it.
-    """
-    return tuple(
-        {k: _cloned(v) for k, v in group.items() if k not in _NOT_HYPERPARAMETERS}
-        for group in optimizer.param_groups
-    )
-
-
-def same_hyperparameters(taken: Hyperparameters, optimizer: Optimizer) -> bool:
-    """Whether the optimizer has still what `snapshot_hyperparameters` took."""
-    now = [
-        {k: v for k, v in group.items() if k not in _NOT_HYPERPARAMETERS}
-        for group in optimizer.param_groups
-    ]
-    return len(taken) == len(now) and all(
-        a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-        for a, b in zip(taken, now, strict=True)
-    )
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return bool(torch.equal(torch.as_tensor(a).cpu(), torch.as_tensor(b).cpu()))
-    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
-        return all(map(_same, a, b))
-    return bool(a == b)
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return tuple(map(_cloned, value)) if isinstance(value, tuple) else value
-
-
-def _reachable(value: Any, device: torch.device) -> Any:
-    """Return a hyperparameter as kernels on `device` can read it: a CPU scalar always can."""
-    if isinstance(value, Tensor):
-        return value if value.device.type == "cpu" else value.to(device)
-    return tuple(_reachable(v, device) for v in value) if isinstance(value, tuple) else value
-
-
-class _Shadow:
-    """An instance of the user's optimizer class that owns neither parameters nor hooks.
-
-    The plain function under the class's `step` is called: no hooks, no profiler, no scheduler
-    wrapper of the user's instance.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self._step: Callable[[Optimizer], object] = inspect.unwrap(type(optimizer).step)
-        self._instance = type(optimizer).__new__(type(optimizer))
-
-    def run(
-        self, groups: list[dict[str, Any]], entries: Sequence[tuple[Tensor, dict[str, Tensor]]]
-    ) -> None:
-        """Step once on `groups`; `entries` maps their tensors to their states, filled in place."""
-        if isinstance(self.optimizer, Adagrad):
-            self._begin(groups, dict(entries))
-        attributes = vars(self._instance)
-        attributes.update(vars(self.optimizer))
-        attributes.update(grad_scale=None, found_inf=None)  # GradScaler's, for plain steps
-        self._instance.state = defaultdict(dict, entries)
-        self._instance.param_groups = groups
-        try:
-            with TRACING, torch.no_grad():
-                self._step(self._instance)
-        finally:
-            attributes.clear()
-
-    def _begin(
-        self, groups: Sequence[Mapping[str, Any]], entries: Mapping[Tensor, dict[str, Tensor]]
-    ) -> None:
-        """Make the first state of Adagrad, which older torch makes at construction only."""
-        value = self.optimizer.defaults["initial_accumulator_value"]
-        for group in groups:
-            for tensor in group["params"]:
-                if not entries[tensor]:
-                    fused = group.get("fused")
-                    made = Adagrad([tensor], initial_accumulator_value=value, fused=fused)
-                    entries[tensor].update(made.state[tensor])
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """What the optimizer keeps for a parameter under one group's hyperparameters.
-
-    `tensors` are names of state of parameter shape; `scalars` maps names to where they live.
-    """
-
-    tensors: tuple[str, ...]
-    scalars: Mapping[str, tuple[torch.device, torch.dtype]]
-
-
-def _layout(shadow: _Shadow, values: Mapping[str, Any], device: torch.device) -> _Layout:
-    """Find the layout by one step on two elements. Raises UnsupportedOptimizerError."""
-    _check_flags(shadow.optimizer, values)
-    parameter = torch.ones(2, device=device)
-    parameter.grad = torch.ones_like(parameter)
-    entry: dict[str, Tensor] = {}
-    shadow.run([{**values, "params": [parameter]}], [(parameter, entry)])
-    entry = {name: value for name, value in entry.items() if value is not None}
-    odd = [n for n, v in entry.items() if v.shape not in (parameter.shape, torch.Size())]
-    if odd:
-        raise _refuse(shadow.optimizer, f"its state {', '.join(odd)} is no elementwise state")
-    return _Layout(
-        tensors=tuple(n for n, v in entry.items() if v.shape == parameter.shape),
-        scalars={n: (v.device, v.dtype) for n, v in entry.items() if not v.dim()},
-    )
-
-
-def _structure(values: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
-    """Return what the names of the state can depend on: which hyperparameters are on."""
-    return tuple((k, isinstance(v, Tensor) or bool(v)) for k, v in values.items() if k != "lr")
-
-
-def _group_values(group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    return {k: _reachable(v, device) for k, v in group.items() if k not in _NOT_HYPERPARAMETERS}
-
-
-def _places(optimizer: Optimizer, params: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return (group, position in the group) of every parameter. Raises ValueError."""
-    found = {
-        p: (g, k)
-        for g, group in enumerate(optimizer.param_groups)
-        for k, p in enumerate(group["params"])
-    }
-    for i, p in enumerate(params):
-        if p not in found:
-            raise ValueError(
-                f"parameter {i} of the unit, shape {tuple(p.shape)}, is in no parameter group of "
-                f"the {type(optimizer).__name__}"
-            )
-    return [found[p] for p in params]
-
-
-@dataclass(frozen=True, slots=True)
-class InitialState:
-    """State that the user's optimizer holds already, in the order of the given parameters.
-
-    `tensors` are the optimizer's own tensors by name (no copies; empty for a parameter without
-    state), shaped like the parameter; `scalars` is for `UnitOptimizer.load_scalar_state`.
-    """
-
-    tensors: tuple[dict[str, Tensor], ...]
-    scalars: ScalarState
-
-
-def pull_initial_state(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> InitialState:
-    """Read what `optimizer` keeps for `params`: loaded from a checkpoint, left by plain steps, or
-    made at construction (Adagrad).
-
-    Only state that the present hyperparameters use is returned. Nothing is changed: call
-    `release_state` once the tensors are copied.
-
-    Raises:
-        UnsupportedOptimizerError: as `check_supported`.
-        StepError: a state is incomplete or has another shape than its parameter.
-        ValueError: a parameter is in no group of `optimizer`.
-    """
-    _supported_base(optimizer)
-    shadow = _Shadow(optimizer)
-    places = _places(optimizer, params)
-    layouts = {
-        g: _layout(shadow, _group_values(optimizer.param_groups[g], _CPU), _CPU)
-        for g in dict.fromkeys(g for g, _ in places)
-    }
-    tensors: list[dict[str, Tensor]] = []
-    scalars: ScalarState = []
-    for i, (p, (g, _)) in enumerate(zip(params, places, strict=True)):
-        entry = {k: v for k, v in optimizer.state.get(p, {}).items() if v is not None}
-        layout = layouts[g]
-        wanted = (*layout.tensors, *layout.scalars)
-        if not entry or not wanted:
-            tensors.append({})
-            scalars.append(None)
-            continue
-        missing = [name for name in wanted if name not in entry]
-        if missing:
-            raise StepError(
-                f"the state that {type(optimizer).__name__} has for parameter {i} of the unit "
-                f"lacks {', '.join(missing)}, which group {g} needs: construct the optimizer with "
-                "the options that the state was made with"
-            )
-        for name in layout.tensors:
-            if entry[name].shape != p.shape:
-                raise StepError(
-                    f"state {name} of parameter {i} of the unit has shape "
-                    f"{tuple(entry[name].shape)}, the parameter {tuple(p.shape)}"
-                )
-        tensors.append({name: entry[name] for name in layout.tensors})
-        scalars.append({name: float(entry[name]) for name in layout.scalars})
-    return InitialState(tensors=tuple(tensors), scalars=scalars)
-
-
-def release_state(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
-    """Drop what `optimizer` keeps for `params`, to free its memory."""
-    for p in params:
-        optimizer.state.pop(p, None)
 
 
 @dataclass(slots=True)
@@ -459,20 +144,20 @@ class UnitOptimizer:
     ) -> None:
         if chunk_elements is not None and chunk_elements < 1:
             raise ValueError(f"chunk_elements must be positive, not {chunk_elements}")
-        _supported_base(optimizer)
+        supported_base(optimizer)
         self._optimizer = optimizer
-        self._shadow = _Shadow(optimizer)
+        self._shadow = Shadow(optimizer)
         self._params = tuple(params)
         self._prefer_fused = prefer_fused
         self._chunk_elements = chunk_elements
         self._scalars: list[dict[str, Tensor] | None] = [None] * len(self._params)
-        self._places = _places(optimizer, self._params)
+        self._places = places_of(optimizer, self._params)
         self._fuses: dict[tuple[int, torch.device], bool] = {}
         self._checked: dict[int, object] = {}
-        self._layouts: dict[int, _Layout] = {}
+        self._layouts: dict[int, StateSpec] = {}
         for g in dict.fromkeys(g for g, _ in self._places):
             values = self._values(g, optimizer.param_groups[g], _CPU)
-            self._layouts[g] = _layout(self._shadow, values, _CPU)
+            self._layouts[g] = state_spec(self._shadow, values, _CPU)
         self._planned = tuple(self._layouts[g] for g, _ in self._places)
 
     def state_names(self, index: int | None = None) -> tuple[str, ...]:
@@ -629,12 +314,12 @@ class UnitOptimizer:
 
     def _values(self, index: int, group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """Hyperparameters of group `index` as the shadow gets them."""
-        values = _group_values(group, device)
+        values = group_values(group, device)
         if self._prefer_fused and values.get("fused", False) is values.get("foreach") is None:
             fused = {**values, "fused": True}
             if (index, device) not in self._fuses:
                 try:
-                    _layout(self._shadow, fused, device)
+                    state_spec(self._shadow, fused, device)
                 except RuntimeError:  # no such kernel on this device
                     self._fuses[index, device] = False
                 else:
@@ -655,7 +340,7 @@ class UnitOptimizer:
         except IndexError:
             pass
         try:
-            self._places = _places(self._optimizer, self._params)
+            self._places = places_of(self._optimizer, self._params)
         except ValueError as error:
             raise StepError(f"the optimizer's groups have changed: {error}") from None
         self._checked = {}
@@ -668,10 +353,10 @@ class UnitOptimizer:
         settings: dict[int, dict[str, Any]] = {}
         for g in dict.fromkeys(g for g, _ in self._places):
             values = settings[g] = self._values(g, groups[g], device)
-            key = (device, _structure(values))
+            key = (device, structure_of(values))
             if self._checked.get(g) == key:
                 continue
-            layout = _layout(self._shadow, values, device)
+            layout = state_spec(self._shadow, values, device)
             for planned, (of, _) in zip(self._planned, self._places, strict=True):
                 new = set(layout.tensors) - set(planned.tensors) if of == g else ()
                 if new:
@@ -747,7 +432,7 @@ class UnitOptimizer:
             if grad is None:
                 continue
             if grad.layout is not torch.strided:
-                raise _sparse(self._optimizer)
+                raise sparse_refusal(self._optimizer)
             if (
                 grad.shape != master.shape
                 or grad.device != master.device

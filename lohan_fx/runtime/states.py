@@ -27,7 +27,8 @@ from lohan_fx.plan import Tier
 from lohan_fx.runtime._memory import forget_pages, replace_pages, tensor_over
 from lohan_fx.runtime.arena import Arena, Region, available_host_bytes
 from lohan_fx.runtime.guards import ConsumedGradient, LentGradient
-from lohan_fx.runtime.optimizer import UnitOptimizer, pull_initial_state, release_state
+from lohan_fx.runtime.initial_state import pull_initial_state, release_state
+from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.ssd import StripedFile
 from lohan_fx.weights import Source
 from lohan_fx.workload import Unit

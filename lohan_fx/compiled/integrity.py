@@ -1,0 +1,133 @@
+"""Whether a compiled model is whole: weights and states are all of one step, or of one checkpoint.
+
+A step that failed after some units had taken it *tears* a model; a load that failed leaves it
+*loaded in part*. Such a model neither runs nor is saved until a whole checkpoint has been loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from lohan_fx.compiled.programs import Programs
+from lohan_fx.errors import StepError
+
+Part = Literal["model", "optimizer"]
+"""What is loaded: the weights, or the optimizer's states."""
+
+
+class Integrity:
+    """Says whether a model may run, be read, or be saved."""
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs = programs
+        self._loaded_in_part: set[Part] = set()
+        self._mended: set[Part] = set()
+        self._replaced = False
+
+    def check_whole(self) -> None:
+        """See that weights and states are those of one step, and that their files are whole.
+
+        Raises:
+            StepError: a step failed after some units had taken it, or a checkpoint was loaded in
+                part.
+            StorageError: a file of the SSD tier has lost a part.
+        """
+        self._check_loaded()
+        memory, updater = self._programs.memory, self._programs.updater
+        if memory is None:
+            return
+        if memory.file is not None:
+            memory.file.check()
+        torn = updater.torn if updater is not None else ()
+        if torn:
+            raise StepError(
+                "a step failed after some units were updated, so the model stands between two "
+                f"steps: {', '.join(torn)} took the step, the others did not. Load a checkpoint "
+                "with lohan_fx.load(), or model.load_state_dict() and optimizer.load_state_dict(), "
+                "both, and go on; or call model.lohan.close(), load, and compile again. With "
+                "schedule='serial' nothing is updated before optimizer.step()"
+            )
+
+    def check_step(self) -> None:
+        """Refuse a forward while the last step is not over, or a load that failed is not mended.
+
+        Raises:
+            StepError, StorageError: as `check_whole`; or backward has begun a step that
+                optimizer.step() has not ended.
+        """
+        self._check_loaded()
+        updater = self._programs.updater
+        if updater is None:
+            return
+        self.check_whole()
+        if updater.pending:
+            raise StepError(
+                "backward ran, but optimizer.step() was not called since, or failed: gradients are "
+                "consumed as they appear, so every backward needs its step before the next "
+                "forward. Call optimizer.step(); to add up several backwards, compile with "
+                "accumulate= or gradients='kept'"
+            )
+
+    def check_ended(self) -> None:
+        """Finish the last step; refuse if it is under way: states are half updated then.
+
+        Raises:
+            StepError: backward has begun a step that optimizer.step() has not ended.
+        """
+        updater = self._programs.updater
+        if updater is not None and updater.pending:
+            raise StepError(
+                "the model's weights or the optimizer's states are asked for between backward and "
+                "optimizer.step(), while units are being updated: call optimizer.step() first"
+            )
+        self._programs.sync()
+
+    def check_saving(self) -> None:
+        """See that what is saved now are the weights and states of one step.
+
+        Raises:
+            StepError, StorageError: as `check_whole` and `check_ended`.
+        """
+        self.check_ended()
+        if not self._replaced:
+            self.check_whole()
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Let model.state_dict() show what a checkpoint is about to replace, whole or not."""
+        self._replaced = True
+        try:
+            yield
+        finally:
+            self._replaced = False
+
+    @contextmanager
+    def loading(self, parts: Sequence[Part]) -> Iterator[None]:
+        """While all values of these parts are replaced; without its end they are neither the old
+        ones nor the new, and `check_whole` says so."""
+        self._loaded_in_part |= set(parts)
+        yield
+        for part in parts:
+            self.loaded(part)
+
+    def loaded(self, part: Part) -> None:
+        """All weights, or all states of the optimizer, were loaded: the two mend a torn model."""
+        self._loaded_in_part.discard(part)
+        updater = self._programs.updater
+        if updater is None or not updater.torn:
+            return
+        self._mended |= {part}
+        if self._mended == {"model", "optimizer"}:
+            updater.torn = ()
+            self._mended = set()
+
+    def _check_loaded(self) -> None:
+        if self._loaded_in_part:
+            parts = " and the ".join(sorted(self._loaded_in_part))
+            raise StepError(
+                f"a checkpoint was loaded in part: the {parts} "
+                "have neither the values that they had nor those that were saved. Load another "
+                "with lohan_fx.load(), or model.load_state_dict() and optimizer.load_state_dict()"
+            )

@@ -1,0 +1,97 @@
+"""Which program runs for the inputs of a call: one that is kept, a new one, or none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lohan_fx.compiled.building import Builder
+from lohan_fx.compiled.notices import Notices
+from lohan_fx.compiled.programs import CompiledProgram, Programs
+from lohan_fx.compiled.user_module import UserModule
+from lohan_fx.errors import CaptureError
+from lohan_fx.signature import Signature, difference, signature_of
+
+MAX_PROGRAMS = 16
+"""Programs kept for one model; the least recently used one goes first."""
+
+MAX_EVALUATIONS = 4
+"""Programs without backward that are made for one model in all its life. What comes later, as the
+growing sequences of generation, runs op by op (`runtime.eager`)."""
+
+
+class Lookup:
+    """Finds programs by signature, and has those made that are not there."""
+
+    def __init__(
+        self, user: UserModule, programs: Programs, builder: Builder, notices: Notices
+    ) -> None:
+        self._user = user
+        self._programs = programs
+        self._builder = builder
+        self._notices = notices
+        self._uncapturable: set[Signature] = set()
+
+    def signature(
+        self, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Signature:
+        """What a program for these inputs is found by, of a model with these parameters."""
+        leaves = itertools.chain(named.values(), pytree.tree_leaves((args, kwargs)))
+        grad = torch.is_grad_enabled() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in leaves
+        )
+        device = self._builder.options.device
+        return signature_of(self._user.module, named.values(), device, args, kwargs, grad)
+
+    def program(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Signature
+    ) -> CompiledProgram:
+        """The program, made if it is not there."""
+        programs, kept = self._programs, self._programs.by_signature
+        found = kept.get(key)
+        if found is None:
+            if len(kept) >= MAX_PROGRAMS:
+                _, old = kept.popitem(last=False)
+                old.executor.drop_pending()
+            last = next((k for k in reversed(kept) if k.grad == key.grad), None)
+            if last is not None:
+                self._notices.say(
+                    "shapes",
+                    f"{difference(last, key, args, kwargs)}: making another program (at most "
+                    f"{MAX_PROGRAMS} are kept; this is said once). Where lengths vary much, pad "
+                    "batches to a multiple, as pad_to_multiple_of= of transformers' collators does",
+                )
+            found = kept[key] = self._builder.make(args, kwargs, key.grad)
+        kept.move_to_end(key)
+        if key.grad or programs.latest is None:
+            programs.latest = found
+        return found
+
+    def evaluation(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Signature
+    ) -> CompiledProgram | None:
+        """The program of a forward without backward; None if it is to run op by op."""
+        programs = self._programs
+        if key in programs.by_signature:
+            return self.program(args, kwargs, key)
+        if key in self._uncapturable:
+            return None
+        if programs.num_evaluations >= MAX_EVALUATIONS:
+            self._notices.say(
+                "evaluations",
+                f"{MAX_EVALUATIONS} programs without backward were made: other shapes and modes "
+                "are evaluated op by op, without a plan",
+            )
+            return None
+        programs.num_evaluations += 1
+        try:
+            return self.program(args, kwargs, key)
+        except CaptureError as error:
+            self._notices.say("uncaptured", f"evaluating op by op, without a plan: {error}")
+            self._uncapturable.add(key)
+            return None

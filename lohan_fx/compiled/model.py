@@ -1,0 +1,331 @@
+"""``model.lohan``: a compiled model as its user has it.
+
+`CompiledModel` belongs to one nn.Module. The module's class is replaced by a subclass whose
+forward runs the programs (as FSDP2 does), so that isinstance checks, attributes, state_dict and
+printing stay what they were.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lohan_fx.compiled.arriving import Arriving
+from lohan_fx.compiled.building import Builder
+from lohan_fx.compiled.hooks import Call, SubmoduleCall
+from lohan_fx.compiled.integrity import Integrity
+from lohan_fx.compiled.lookup import Lookup
+from lohan_fx.compiled.notices import Notices
+from lohan_fx.compiled.optimizer_states import OptimizerStates
+from lohan_fx.compiled.optimizer_step import OptimizerStep, StepHook
+from lohan_fx.compiled.options import Options
+from lohan_fx.compiled.programs import CompiledProgram, NumWaiting, Programs
+from lohan_fx.compiled.replanning import Replanner
+from lohan_fx.compiled.running import Runner
+from lohan_fx.compiled.training import training_of
+from lohan_fx.compiled.user_module import UserModule
+from lohan_fx.errors import StepError
+from lohan_fx.metrics import Meter
+from lohan_fx.refinement import Outcome
+from lohan_fx.runtime.lanes import Counters
+from lohan_fx.runtime.memory import Memory
+from lohan_fx.runtime.op_timing import OpTimer
+from lohan_fx.runtime.recording import Recorder
+from lohan_fx.signature import Signature
+from lohan_fx.weights import Source
+
+_COMPILED = "a model that lohan_fx.compile has made runs its own program: leave torch.compile out"
+
+
+class CompiledModel:
+    """The programs of one module. Made by `lohan_fx.compile`; reached as ``model.lohan``.
+
+    Attributes:
+        optimizer: the user's.
+        builder: makes programs.
+        integrity: says whether the model may run, be read, or be saved.
+        optimizer_states: lends them to the optimizer; None without one.
+        arriving: values that wait for memory.
+        resetting: zero_grad() runs, which reads no parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        options: Options,
+        source: Source | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.arriving = Arriving(source=source)
+        self.resetting = False
+        self._user = user = UserModule(model)
+        self._programs = programs = Programs()
+        self._notices = Notices()
+        self._meter = Meter()
+        self._training = training = training_of(model, optimizer, options, NumWaiting(programs))
+        self.integrity = Integrity(programs)
+        self.builder = Builder(user, options, training, self.arriving, programs)
+        self._lookup = Lookup(user, programs, self.builder, self._notices)
+        self._replanner = Replanner(programs, self.builder, self._notices)
+        self._runner = Runner(
+            user, options, training, programs, self.integrity, self._lookup, self._replanner
+        )
+        self._step = OptimizerStep(programs, self._meter)
+        self.optimizer_states: OptimizerStates | None = None
+        self._hooks: list[RemovableHandle] = []
+        if optimizer is not None:
+            self.optimizer_states = OptimizerStates(
+                user, optimizer, training, self.arriving, programs, self.integrity
+            )
+            self._hooks = [
+                *_optimizer_hooks(optimizer, self._step, self.optimizer_states, self.integrity),
+                *_model_hooks(model, programs, self.integrity, self.arriving),
+            ]
+            _forget_meta_states(model, optimizer)
+
+    # -- views ------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        return self._user.module
+
+    @property
+    def options(self) -> Options:
+        """What was asked for; the profile of the hardware is the one that was measured last."""
+        return self.builder.options
+
+    @property
+    def programs(self) -> MutableMapping[Signature, CompiledProgram]:
+        """The programs that are kept; the one that ran last is the last."""
+        return self._programs.by_signature
+
+    @property
+    def memory(self) -> Memory | None:
+        """What all programs share; None before the first."""
+        return self._programs.memory
+
+    def program(self) -> CompiledProgram:
+        """The training program that ran last (or the evaluation program, if none did)."""
+        if self._programs.latest is None:
+            raise StepError(
+                "there is no program yet: it is made from the first inputs. Run one forward, or "
+                "call model.lohan.prepare(*args, **kwargs)"
+            )
+        return self._programs.latest
+
+    @property
+    def setup_s(self) -> dict[str, float]:
+        """Seconds that making programs took so far, by stage."""
+        return self.builder.setup_s
+
+    @property
+    def refined(self) -> Outcome | None:
+        """What became of measured refinement; None: nothing yet."""
+        return self._replanner.outcome
+
+    @property
+    def counters(self) -> Counters:
+        """Bytes moved since the model was compiled."""
+        return self.memory.lanes.counters.copy() if self.memory is not None else Counters()
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping (`clip_grad_norm` and
+        `skip_nonfinite` need it; else None)."""
+        return self._training.clipping.grad_norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out because their gradients were not finite (`skip_nonfinite`)."""
+        return self._training.clipping.skipped_steps
+
+    @property
+    def redone_steps(self) -> int:
+        """Steps whose updates were tried beside backward in vain, because their gradients had to be
+        clipped (schedule "speculative"). Many of them say that it gains nothing here."""
+        return self._training.clipping.redone_steps
+
+    def metrics(self) -> dict[str, float | int]:
+        """What the steps since the last call moved, took and wore, for a logger (W&B, TensorBoard).
+
+        Ints are bytes and counts, floats seconds and shares; `lohan_fx.metrics.KEYS` explains each
+        key. Reading takes microseconds and waits for nothing.
+        """
+        peaks = [program.memory.peak_bytes for program in self.programs.values()]
+        return self._meter.read(self.memory, self.options.hw, self.options.device, peaks)
+
+    # -- running ----------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, **kwargs: Any) -> CompiledProgram:
+        """Make the program for these inputs without running it.
+
+        Raises:
+            StepError: backward has begun a step that optimizer.step() has not ended, whose
+                gradients are in buffers that a new program may replace.
+        """
+        with _outside_inference_mode():
+            self._programs.clear_unfinished()
+            self.integrity.check_step()
+            key = self._lookup.signature(self._user.parameters(), args, kwargs)
+            return self._lookup.program(args, kwargs, key)
+
+    @torch.compiler.disable(reason=_COMPILED)  # type: ignore[untyped-decorator]
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _outside_inference_mode():
+            return self._runner.run(args, kwargs)
+
+    def sync(self) -> None:
+        """Wait until parameters and optimizer states are those that the last step made.
+
+        Only late schedules leave any of that to the next step.
+
+        Raises:
+            the first error of an update.
+        """
+        self._programs.sync()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block are not the last of their step: they add to its gradients.
+
+        Raises:
+            StepError: how many backwards make a step is not for the loop to say.
+        """
+        accumulation = self._training.accumulation
+        if not accumulation.kept and accumulation.limit is not None:
+            raise StepError(
+                f"model.no_sync() with accumulate={accumulation.limit}, which counts backwards: "
+                "compile with accumulate='manual' to say it by no_sync(), or with gradients='kept'"
+            )
+        before, accumulation.more = accumulation.more, True
+        try:
+            yield
+        finally:
+            accumulation.more = before
+
+    @contextmanager
+    def time_ops(self) -> Iterator[OpTimer]:
+        """Time every op of the steps run inside the block (the papers' profiling stage).
+
+        `timed` puts the result into a workload. Steps are slower while their ops are timed.
+
+        Raises:
+            StepError: no step has run yet.
+        """
+        timer = OpTimer(self.options.device)
+        executor = self.program().executor
+        executor.timer = timer
+        try:
+            yield timer
+        finally:
+            executor.timer = None
+
+    @contextmanager
+    def record(self) -> Iterator[Recorder]:
+        """Record the steps run inside the block; ask the recorder for its `timeline`.
+
+        Raises:
+            StepError: no step has run yet, so there is nothing to attach to.
+        """
+        memory = self.memory
+        if memory is None:
+            raise StepError("record after the first step: before it there is no program")
+        recorder = Recorder(self.options.device)
+        memory.lanes.recorder = recorder
+        try:
+            yield recorder
+            self.sync()  # what a late schedule leaves belongs to the last step
+        finally:
+            memory.lanes.recorder = None
+
+    def close(self) -> None:
+        """Join all threads, give all memory back, remove all files.
+
+        The model is an ordinary module again, with its weights, and the optimizer has its states
+        again; both stay in the memory where they are until they are collected.
+        """
+        programs = self._programs
+        programs.own_memory(self._user.ref())
+        try:
+            programs.sync()
+        except Exception as error:  # noqa: BLE001 - what was held is given back all the same
+            self._notices.say("close", f"the last step's updates did not end: {error}")
+        programs.abort()  # before states are read: of a step that never ends
+        if self.optimizer_states is not None:
+            self.optimizer_states.give_back()
+        self._user.give_back(self)
+        if programs.memory is not None:
+            programs.memory.states.forget_grad_dtypes()
+        programs.forget_all()
+        for hook in self._hooks:
+            hook.remove()
+        programs.close_memory()
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Memory that is made for a call outlives it, so it must not be of inference tensors."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _optimizer_hooks(
+    optimizer: Optimizer, step: OptimizerStep, states: OptimizerStates, integrity: Integrity
+) -> list[RemovableHandle]:
+    """Hooks on step(), state_dict() and load_state_dict() of the optimizer."""
+    return [
+        optimizer.register_step_pre_hook(StepHook(step)),
+        optimizer.register_step_post_hook(Call(step, OptimizerStep.show_gradients)),
+        optimizer.register_state_dict_pre_hook(Call(states, OptimizerStates.lend)),
+        optimizer.register_state_dict_post_hook(Call(states, OptimizerStates.unlend)),
+        optimizer.register_load_state_dict_pre_hook(Call(integrity, Integrity.check_ended)),
+        optimizer.register_load_state_dict_post_hook(Call(states, OptimizerStates.take)),
+    ]
+
+
+def _model_hooks(
+    model: nn.Module, programs: Programs, integrity: Integrity, arriving: Arriving
+) -> list[RemovableHandle]:
+    """Hooks on load_state_dict() of the model, and on state_dict() of its parts: that of the whole
+    is `LohanModule`'s."""
+    return [
+        model.register_load_state_dict_pre_hook(Call(programs, Programs.sync)),
+        model.register_load_state_dict_pre_hook(Call(arriving, Arriving.forget_masters)),
+        model.register_load_state_dict_post_hook(_WeightsLoaded(integrity)),
+        *(
+            module.register_state_dict_pre_hook(SubmoduleCall(programs, Programs.sync))
+            for module in model.modules()
+            if module is not model
+        ),
+    ]
+
+
+class _WeightsLoaded:
+    """Behind model.load_state_dict(): all weights were loaded. Holds what it tells weakly."""
+
+    def __init__(self, integrity: Integrity) -> None:
+        self._integrity = weakref.ref(integrity)
+
+    def __call__(self, _: nn.Module, found: Any) -> None:
+        integrity = self._integrity()
+        if integrity is not None and not found.missing_keys:
+            integrity.loaded("model")
+
+
+def _forget_meta_states(model: nn.Module, optimizer: Optimizer) -> None:
+    """States that Adagrad made at construction, of parameters without data, are made anew."""
+    for p in model.parameters():
+        made = optimizer.state.get(p, {}).values() if p.is_meta else ()
+        if any(isinstance(v, Tensor) and v.is_meta for v in made):
+            del optimizer.state[p]

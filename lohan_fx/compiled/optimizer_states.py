@@ -1,0 +1,88 @@
+"""States of the optimizer: they are in tiers, and state_dict() looks for them in the optimizer."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lohan_fx.compiled.arriving import Arriving, Lend
+from lohan_fx.compiled.integrity import Integrity
+from lohan_fx.compiled.programs import Programs
+from lohan_fx.compiled.training import Training
+from lohan_fx.compiled.user_module import UserModule
+
+
+class OptimizerStates:
+    """Lends the states of one model to its optimizer, and takes over what the optimizer loads."""
+
+    def __init__(
+        self,
+        user: UserModule,
+        optimizer: Optimizer,
+        training: Training,
+        arriving: Arriving,
+        programs: Programs,
+        integrity: Integrity,
+    ) -> None:
+        self._user = user
+        self._optimizer = optimizer
+        self._accumulation = training.accumulation
+        self._arriving = arriving
+        self._programs = programs
+        self._integrity = integrity
+
+    def lend(self) -> None:
+        """Let the optimizer have its states while it makes its state_dict().
+
+        Raises:
+            StepError: backward has begun a step that optimizer.step() has not ended.
+        """
+        self._integrity.check_saving()
+        if self._programs.memory is not None:
+            self._programs.memory.states.give_back(self._optimizer)
+        self._materialize()
+
+    def unlend(self) -> None:
+        """Take back what `lend` gave."""
+        if self._programs.memory is not None:
+            self._programs.memory.states.release(self._optimizer)
+
+    def take(self) -> None:
+        """Take over what the optimizer has just loaded."""
+        self._arriving.states = None
+        if self._programs.memory is not None:
+            self._programs.memory.states.take_states(self._optimizer)
+        self._integrity.loaded("optimizer")
+
+    def load(self, lend: Lend) -> None:
+        """Take the states of a checkpoint of a whole step: now, or when there is memory for them.
+
+        What has been added up for the next step goes; with gradients="kept" it is the user's, as in
+        plain PyTorch.
+        """
+        memory = self._programs.memory
+        if memory is None:
+            self._optimizer.state.clear()
+            self._arriving.states = lend
+            return
+        memory.states.take_states(self._optimizer, lend)
+        if not self._accumulation.kept:
+            memory.states.forget_sums()
+            self._accumulation.count = 0
+
+    def give_back(self) -> None:
+        """The optimizer has its states again, for good."""
+        memory = self._programs.memory
+        if memory is not None:
+            memory.states.give_back(self._optimizer)
+            memory.states.forget_sums()
+        self._materialize()
+
+    def _materialize(self) -> None:
+        """Load the states of a checkpoint into the optimizer, if they still wait for memory."""
+        lend, self._arriving.states = self._arriving.states, None
+        if lend is not None:
+            lend(dict(self._user.named_parameters()))
+            for entry in self._optimizer.state.values():
+                for name, value in entry.items():
+                    entry[name] = value.clone() if isinstance(value, Tensor) else value
