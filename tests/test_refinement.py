@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +29,15 @@ from tests.workloads import gpt_workload, small_hardware
 NUM_STEPS = 7
 
 
-@dataclass(frozen=True)
-class _Judged:
-    step_s: float
-
-
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulator finds keep-all twice as fast: on models of this size the clock decides nothing
     twice alike. What is measured, moved and run is real."""
 
-    def seconds(_: Workload, plan: Plan, __: HardwareProfile) -> _Judged:
-        return _Judged({"swap-all": 2.0, "keep-all": 1.0}[plan.strategy])
+    def seconds(_: Workload, plan: Plan, __: HardwareProfile, ___: int) -> float:
+        return {"swap-all": 2.0, "keep-all": 1.0}[plan.strategy]
 
-    monkeypatch.setattr(lohan_fx.compiled.replanning, "simulate", seconds)
+    monkeypatch.setattr(lohan_fx.compiled.replanning, "step_seconds", seconds)
 
 
 class Turns:

@@ -358,6 +358,8 @@ def costs_child(job: dict[str, Any]) -> None:
     del model
     free()
     for name, variant in VARIANTS.items():
+        if name not in job["rows"]:
+            continue
         cap(case.cap)
         with torch.device("meta"):
             model = build(case)
@@ -368,6 +370,8 @@ def costs_child(job: dict[str, Any]) -> None:
         report(name, training, seconds, variant.count)
         del training
         free()
+    if ARITHMETIC not in job["rows"]:
+        return
     cap(None)
     with torch.device("meta"):
         model = build(case)
@@ -597,13 +601,15 @@ def life(job: dict[str, Any], root: Path) -> dict[str, Any]:
 def costs(job: dict[str, Any], life_step_s: float | None) -> dict[str, Any]:
     """Run and print the table of costs."""
     rows = {row["name"]: row for row in of(run("costs", job), "row")}
-    arithmetic = rows[ARITHMETIC]["step_s"]
     for rest in ("", ", not clipped"):
+        if not {f"1{rest}", f"4{rest}"} <= rows.keys():
+            continue
         one, four = rows[f"1{rest}"]["step_s"], rows[f"4{rest}"]["step_s"]
         rows[f"4{rest}"]["accumulation"] = four / (4 * one) - 1
-        rows[f"4{rest}"]["more"] = (four - one) / 3 / arithmetic - 1
+        if ARITHMETIC in rows:
+            rows[f"4{rest}"]["more"] = (four - one) / 3 / rows[ARITHMETIC]["step_s"] - 1
     for name, variant in VARIANTS.items():
-        if variant.over is not None:
+        if variant.over is not None and {name, variant.over} <= rows.keys():
             rows[name]["clipping"] = rows[name]["step_s"] / rows[variant.over]["step_s"] - 1
 
     def percent(row: dict[str, Any], key: str) -> str:
@@ -627,7 +633,7 @@ def costs(job: dict[str, Any], life_step_s: float | None) -> dict[str, Any]:
             )
         )
     found: dict[str, Any] = {"rows": rows}
-    if life_step_s is not None:
+    if life_step_s is not None and "4, not clipped" in rows:
         found["determinism"] = life_step_s / rows["4, not clipped"]["step_s"] - 1
         print(
             f"deterministic algorithms: a step of {life_step_s:.3f} s, {found['determinism']:+.1%}"
@@ -660,6 +666,8 @@ def main() -> None:
     parser.add_argument("--parts", default="life,costs", help="life, costs, or both")
     parser.add_argument("--tiny", action="store_true", help="a toy, also without a GPU")
     parser.add_argument("--once", action="store_true", help="leave the kill in a save out")
+    every = [*VARIANTS, ARITHMETIC]
+    parser.add_argument("--rows", nargs="+", choices=every, default=every, help="of the costs")
     parser.add_argument("--directory", type=Path, help="of checkpoints; a temporary one if absent")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
@@ -677,7 +685,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         root = Path(directory)
         job: dict[str, Any] = {"case": asdict(TINY if options.tiny else FULL)}
-        job |= {"once": options.once}
+        job |= {"once": options.once, "rows": options.rows}
         job |= {"hw": str(root / "hw.json"), "warmups": 2, "repeats": 2 if options.tiny else 4}
         (profiled,) = run("profile", job)
         print(*profiled.pop("lines"), sep="\n", flush=True)

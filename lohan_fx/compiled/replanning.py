@@ -12,8 +12,8 @@ from lohan_fx.compiled.notices import Notices
 from lohan_fx.compiled.programs import CompiledProgram, Programs
 from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.plan import Plan, Tier
+from lohan_fx.planners.evaluate import step_seconds
 from lohan_fx.refinement import MIN_GAIN, Measured, Outcome, Refinement
-from lohan_fx.simulate import simulate
 
 
 class Replanner:
@@ -78,12 +78,12 @@ class Replanner:
         options = dataclasses.replace(
             self._builder.options.planner, fixed_units=on_ssd or None, fixed_copies=copies
         )
-        before_s = simulate(measured.workload, plan, measured.hw).step_s
+        before_s = step_seconds(measured.workload, plan, measured.hw, options.backwards)
         try:
             found = self._builder.fitting_plan(measured.workload, measured.hw, options)
         except InsufficientMemoryError:  # it planned with other seconds before
             return None, before_s, before_s
-        after_s = simulate(measured.workload, found, measured.hw).step_s
+        after_s = step_seconds(measured.workload, found, measured.hw, options.backwards)
         same_ssd = all((p.tier == "ssd") == (u in on_ssd) for u, p in found.units.items())
         if not same_ssd or after_s > (1 - MIN_GAIN) * before_s:
             return None, before_s, before_s

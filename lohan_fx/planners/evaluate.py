@@ -8,9 +8,7 @@ from lohan_fx.simulate import simulate
 from lohan_fx.workload import Workload
 
 
-def step_seconds(
-    workload: Workload, plan: Plan, hw: HardwareProfile, backwards: int = 1
-) -> float:
+def step_seconds(workload: Workload, plan: Plan, hw: HardwareProfile, backwards: int = 1) -> float:
     """Seconds from the first instruction to the end of optimizer.step(); where several backwards
     make a step, of their mean: all but the last only add their gradients to the sums."""
     last_s = simulate(workload, plan, hw).step_s
