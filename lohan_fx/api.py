@@ -185,8 +185,7 @@ def compile(
         accumulate: so many backwards make a step; their gradients add up beside the states, in
             the masters' dtype, and updates run while the last one does, by the schedule. An
             ``optimizer.step()`` that comes earlier ends the step with what there is. "manual":
-            every backward outside of ``with model.no_sync():`` is the last one. With a number,
-            "pareto" and "lohan-resident" plan for their mean; predictions are the last one's.
+            every backward outside of ``with model.no_sync():`` is the last one.
         clip_grad_norm: scale the gradients of every step so that their norm is no larger, as
             torch.nn.utils.clip_grad_norm_ does. It needs all of them before the first update
             counts: "auto" is schedule "speculative" then, or "deferred" where host memory has no
@@ -242,12 +241,7 @@ def compile(
         clip_grad_norm=clip_grad_norm,
         skip_nonfinite=skip_nonfinite,
     )
-    planner = PlannerOptions(
-        states=states,
-        swap_to=swap_to,
-        schedule=chosen,
-        backwards=1 if accumulate == "manual" else accumulate,
-    )
+    planner = PlannerOptions(states=states, swap_to=swap_to, schedule=chosen)
     hw = chosen_hardware(hw, progress)
     device = device_of(hw)
     options = Options(

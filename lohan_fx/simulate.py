@@ -136,15 +136,12 @@ def simulate(
     program: Program | None = None,
     memory: Residency | None = None,
     warm_start: bool = False,
-    adds: bool = False,
     rules: Rules | None = None,
     name: str | None = None,
 ) -> Simulation:
     """Simulate one step of a plan.
 
     Args:
-        adds: the backward is not its step's last one: gradients are added to sums (which units of
-            steps with several backwards have), and nothing is updated.
         program: `lower(workload, plan)`, if it is at hand.
         memory: `residency(program)`, likewise.
         warm_start: what is fetched before the first op is there already; it takes no time. (The
@@ -158,7 +155,7 @@ def simulate(
     """
     program = program or lower(workload, plan)
     memory = memory or residency(program)
-    step = _Step(workload, plan, hw, program, memory, warm_start, adds, rules or Rules())
+    step = _Step(workload, plan, hw, program, memory, warm_start, rules or Rules())
     return step.run(name or f"simulated {plan.strategy}")
 
 
@@ -350,11 +347,9 @@ class _Updates:
         transfers: _Transfers,
         workload: Workload,
         plan: Plan,
-        adds: bool,
     ) -> None:
         self.clock = clock
         self.record = record
-        self.adds = adds
         self.rate = hw.cpu_optimizer_params_per_s
         self.transfers = transfers
         self.schedule = plan.schedule
@@ -383,7 +378,7 @@ class _Updates:
         """Backward begins; it will emit the gradients of these units."""
         self.counts = counts
         self._rank = {u.name: -i for i, u in enumerate(order)}
-        if self.adds or self._waits("ssd"):
+        if self._waits("ssd"):
             return
         self._order = deque(u for u in order if self.tiers[u.name] == "ssd")
         if self.schedule in PIPELINED and self._order:
@@ -392,11 +387,9 @@ class _Updates:
     def emitted(self, unit: Unit, arrival: Signal) -> None:
         """A unit's gradients are on their way to the host, in a buffer of the ring unless the
         device wrote them directly."""
-        if self.adds or (self.schedule in WHOLE and unit.accumulator_bytes):
+        if self.schedule in WHOLE and unit.accumulator_bytes:
             arrival = self._worker.submit(self._add(unit, arrival))
             self._ends.append(arrival)
-        if self.adds:
-            return
         if self._waits(self.tiers[unit.name]):
             self._held.append((unit, arrival))
         else:
@@ -479,8 +472,7 @@ class _Updates:
                 self._read(unit)
             yield self._reads.pop(unit.name)
         start = self.clock.now
-        adds_now = unit.accumulator_bytes and self.schedule not in WHOLE
-        end = start + (1 + ADD_SHARE * bool(adds_now)) * unit.num_params / self.rate
+        end = start + unit.num_params / self.rate
         yield end
         self.record.add("cpu", start, end, self._label(unit, "update"))
         fresh = self._fresh.get(unit.name)
@@ -530,7 +522,6 @@ class _Step:
         program: Program,
         memory: Residency,
         warm_start: bool,
-        adds: bool,
         rules: Rules,
     ) -> None:
         self.workload = workload
@@ -545,13 +536,11 @@ class _Step:
             self.clock, self.record, hw, _chunk_bytes(workload, plan, program), rules
         )
         self.warm = warm_start
-        self.updates = _Updates(self.clock, self.record, hw, self.transfers, workload, plan, adds)
-        self.adds = adds
-        self.late = adds or plan.schedule in LATE  # the next step's forward runs beside the rest
+        self.updates = _Updates(self.clock, self.record, hw, self.transfers, workload, plan)
         self.time = 0.0
         self.done = False
         self.origin = 0.0
-        self.counts = not self.late
+        self.counts = plan.schedule not in LATE
         self.forward_end = 0.0
         self.backward_end = 0.0
         self.starts: list[float] = []
@@ -617,7 +606,7 @@ class _Step:
     def _execute(self) -> Process:
         """With late schedules the second of two steps counts: it has the first one's updates
         beside it, as every step but the first has."""
-        if self.late:
+        if self.plan.schedule in LATE:
             yield from self._once()
             self.origin = self.time
             self.counts = True
@@ -625,7 +614,7 @@ class _Step:
             for changes in self.slots.values():
                 changes.clear()
         yield from self._once()
-        if not self.late:
+        if self.plan.schedule not in LATE:
             yield from self._join()
         self.done = True
 
@@ -638,7 +627,7 @@ class _Step:
                 backward = True
                 yield self.time
                 self.forward_end = self.time
-                if self.late:
+                if self.plan.schedule in LATE:
                     yield from self._stall_for(self.updates.join(), self._label(x, "join"))
                 self.updates.begin(self._emission_order(), counts=self.counts)
             self.starts.append(self.time)
@@ -656,7 +645,7 @@ class _Step:
         self.backward_end = self.time
         if not backward:
             self.forward_end = self.time
-        if self.plan.schedule in LATE & WHOLE and not self.adds:
+        if self.plan.schedule in LATE & WHOLE:
             self._update_on_device("optimizer")
             self.updates.release()
             yield self.time
@@ -742,7 +731,7 @@ class _Step:
         unit = self.workload.unit_by_name[x.name]
         if x.tier == "device":
             self._held.append(unit)
-            if self.adds or self.plan.schedule not in WHOLE:
+            if self.plan.schedule not in WHOLE:
                 self._update_on_device("backward")
             return
         if x.name in self.updates.direct:
@@ -759,13 +748,11 @@ class _Step:
         yield from self._stall(self._arrivals.pop(x.name), label)
 
     def _update_on_device(self, phase: StepPhase) -> None:
-        """Updates of device-resident units (or their sums) run between the ops, at device memory
-        bandwidth: all of the states and the copy are read and written, and the gradient read."""
-        kind = "add" if self.adds else "update"
+        """Updates of device-resident units run between the ops, at device memory bandwidth: all
+        of the states and the copy are read and written, and the gradient read."""
         for unit in self._held:
-            label = _Label(unit.name, kind, phase, unit.block)
-            size = unit.device_add_bytes if self.adds else unit.device_update_bytes
-            self._work(size / self.hw.device_bytes_per_s, label)
+            label = _Label(unit.name, "update", phase, unit.block)
+            self._work(unit.device_update_bytes / self.hw.device_bytes_per_s, label)
         self._held.clear()
 
     def _join(self) -> Process:

@@ -119,11 +119,6 @@ class Unit:
         are read and written, the gradient read (and before, if it is added, written)."""
         return 2 * (self.update_write_bytes + self.accumulator_bytes) + self.gradient_bytes
 
-    @property
-    def device_add_bytes(self) -> int:
-        """What does when it adds the unit's gradient to the sum there."""
-        return 2 * self.accumulator_bytes + self.gradient_bytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:

@@ -34,7 +34,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulator finds keep-all twice as fast: on models of this size the clock decides nothing
     twice alike. What is measured, moved and run is real."""
 
-    def seconds(_: Workload, plan: Plan, __: HardwareProfile, ___: int) -> float:
+    def seconds(_: Workload, plan: Plan, __: HardwareProfile) -> float:
         return {"swap-all": 2.0, "keep-all": 1.0}[plan.strategy]
 
     monkeypatch.setattr(lohan_fx.compiled.replanning, "step_seconds", seconds)

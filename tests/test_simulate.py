@@ -26,7 +26,6 @@ from lohan_fx.plan import (
     UnitPlan,
 )
 from lohan_fx.planners import PlannerOptions, make_plan
-from lohan_fx.planners.evaluate import step_seconds
 from lohan_fx.planners.prediction import demand_of
 from lohan_fx.program import lower, residency
 from lohan_fx.simulate import Rules, Simulation, simulate
@@ -265,74 +264,9 @@ def updates(workload: Workload, tier: Tier, schedule: Schedule, **rates: Any) ->
         )
         for u in workload.units
     }
-    options = {name: rates.pop(name) for name in ("rules", "adds") if name in rates}
+    rules = rates.pop("rules", None)
     plan = make_the_plan(workload, units=units, schedule=schedule)
-    return simulate(workload, plan, machine(d2h=2.0, **rates), **options)
-
-
-def with_sums(workload: Workload, bytes_per_param: int) -> Workload:
-    """Units have a sum of gradients beside their states."""
-    units = []
-    for unit in workload.units:
-        size = bytes_per_param * unit.num_params
-        units.append(replace(unit, state_bytes=unit.state_bytes + size, accumulator_bytes=size))
-    return replace(workload, units=tuple(units))
-
-
-@pytest.mark.parametrize("schedule", ["serial", "optimized", "overlapped", "deferred"])
-def test_backwards_that_add(schedule: Schedule) -> None:
-    """Sums take 10/28 of an update, run beside the next forward too, and nothing is updated."""
-    workload = with_sums(update_workload(3, 2.8, states=0), 4 * CHUNK)
-    made = updates(workload, "host", schedule, adds=True)
-    assert [(kind, name) for kind, name, *_ in spans(made, "cpu")][-3:] == [
-        ("add", "u2"),
-        ("add", "u1"),
-        ("add", "u0"),
-    ]
-    assert {kind for kind, *_ in spans(made, "cpu")} == {"add"}
-    lengths = {round(end - start, 6) for _, _, start, end in spans(made, "cpu")[-3:-1]}
-    assert lengths == {round(10 / 28, 6)}
-    last = updates(workload, "host", schedule)
-    assert made.step_s < last.step_s
-    busy = {s.kind: s.seconds for s in last.timeline.by_lane["cpu"] if s.name == "u1"}
-    if schedule != "deferred":  # its updates are shown in two parts
-        assert busy["update"] + busy.get("add", 0.0) == pytest.approx(1 + 10 / 28)
-
-
-def test_resident_units_that_add_do_not_touch_their_states() -> None:
-    workload = with_sums(update_workload(2, 1.0, states=6), 4 * CHUNK)
-    made = updates(workload, "device", "optimized", adds=True)
-    found = [(kind, name, end - start) for kind, name, start, end in spans(made, "gpu")]
-    assert [each for each in found if each[0] == "add"] == [("add", "u1", 9), ("add", "u0", 9)]
-
-
-def test_all_backwards_of_a_step_count() -> None:
-    """A plan for the last one alone is no better for their mean, and may be worse."""
-    workload = with_sums(gpt_workload(layers=6, batch=16, seq=64), 4)
-    compute_s = sum(op.seconds for op in workload.ops)
-    states = sum(u.state_bytes + u.compute_bytes for u in workload.units)
-    whole = states + sum(workload.values[v].num_bytes for v in workload.residuals)
-    link = 0.5 * states / compute_s
-    gains = []
-    for speed, share in ((0.6, 0.4), (1.0, 0.6), (2.0, 0.5)):
-        hw = small_hardware(
-            ssd=False,
-            h2d_bytes_per_s=link,
-            d2h_bytes_per_s=link,
-            duplex_bytes_per_s=1.5 * link,
-            cpu_optimizer_params_per_s=speed * workload.num_params / compute_s,
-        )
-        means = []
-        for backwards in (1, 4):
-            options = PlannerOptions(schedule="overlapped", backwards=backwards)
-            plan = make_plan("lohan-resident", workload, hw, budget(int(share * whole)), options)
-            last, other = (simulate(workload, plan, hw, adds=adds).step_s for adds in (False, True))
-            assert step_seconds(workload, plan, hw) == last
-            means.append(step_seconds(workload, plan, hw, 4))
-            assert means[-1] == pytest.approx((last + 3 * other) / 4)
-        gains.append(means[0] / means[1] - 1)
-    assert min(gains) >= 0
-    assert max(gains) > 0.01
+    return simulate(workload, plan, machine(d2h=2.0, **rates), rules=rules)
 
 
 def test_serial_updates_units_one_by_one_after_backward() -> None:

@@ -78,12 +78,12 @@ class Replanner:
         options = dataclasses.replace(
             self._builder.options.planner, fixed_units=on_ssd or None, fixed_copies=copies
         )
-        before_s = step_seconds(measured.workload, plan, measured.hw, options.backwards)
+        before_s = step_seconds(measured.workload, plan, measured.hw)
         try:
             found = self._builder.fitting_plan(measured.workload, measured.hw, options)
         except InsufficientMemoryError:  # it planned with other seconds before
             return None, before_s, before_s
-        after_s = step_seconds(measured.workload, found, measured.hw, options.backwards)
+        after_s = step_seconds(measured.workload, found, measured.hw)
         same_ssd = all((p.tier == "ssd") == (u in on_ssd) for u, p in found.units.items())
         if not same_ssd or after_s > (1 - MIN_GAIN) * before_s:
             return None, before_s, before_s

@@ -231,30 +231,18 @@ class _Search:
             self.lean_plan()
         if self.best is None:
             raise self.error()
-        best = self.best_of_all_backwards(self.best)
         report = ParetoReport(
-            step_s=best.seconds,
+            step_s=self.best.seconds,
             bound_s=self.bound_s,
-            gap=best.seconds / self.bound_s - 1 if self.bound_s > 0 else 0.0,
+            gap=self.best.seconds / self.bound_s - 1 if self.bound_s > 0 else 0.0,
             binding=self.binding(),
             device_s_per_byte=self.device_price(),
-            source=best.source,
+            source=self.best.source,
             exhaustive=self.exhaustive or self.done,
             num_simulated=self.num_simulated,
         )
-        notes = (*report.notes(), *best.plan.notes)
-        return replace(best.plan, strategy=NAME, notes=notes), report
-
-    def best_of_all_backwards(self, best: _Candidate) -> _Candidate:
-        """Of the best plans of each source the one whose backwards have the shortest mean. The
-        search and its bound are about a step's last backward."""
-        backwards = self.options.backwards
-        if backwards == 1:
-            return best
-        return min(
-            (best, *self.by_source.values()),
-            key=lambda each: step_seconds(self.workload, each.plan, self.hw, backwards),
-        )
+        notes = (*report.notes(), *self.best.plan.notes)
+        return replace(self.best.plan, strategy=NAME, notes=notes), report
 
     # -- the best so far ----------------------------------------------------------------------
 

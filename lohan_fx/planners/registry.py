@@ -34,7 +34,6 @@ class PlannerOptions:
             ("states", where it stands for a system that does so).
         fixed_copies: the units whose copies are in host memory, and no others (as `fixed_units`);
             takes precedence over `copies`.
-        backwards: so many make a step; strategies that simulate make their mean short.
         cost: which extensions of the cost model count.
 
     Raises:
@@ -47,7 +46,6 @@ class PlannerOptions:
     fixed_units: Mapping[str, Tier] | None = None
     copies: Literal["auto", "states", "host"] = "auto"
     fixed_copies: Collection[str] | None = None
-    backwards: int = 1
     cost: CostOptions = field(default_factory=CostOptions)
 
     def __post_init__(self) -> None:
@@ -61,8 +59,6 @@ class PlannerOptions:
             value = getattr(self, name)
             if value not in values:
                 raise PlanError(f"{name} {value!r} is none of {', '.join(values)}")
-        if self.backwards < 1:
-            raise PlanError(f"backwards {self.backwards}: at least one makes a step")
         for unit, tier in (self.fixed_units or {}).items():
             if tier not in TIERS:
                 raise PlanError(f"fixed_units[{unit!r}] {tier!r} is none of {', '.join(TIERS)}")

@@ -60,8 +60,7 @@ class _Counts:
         except InsufficientMemoryError as error:
             self.errors.append(error)
             return None
-        seconds = step_seconds(self.workload, plan, self.hw, options.backwards)
-        return seconds, plan
+        return step_seconds(self.workload, plan, self.hw), plan
 
 
 def plan_resident(
