@@ -580,3 +580,23 @@ def test_golden_plans(strategy: str, request: pytest.FixtureRequest) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     assert path.read_text(encoding="utf-8") == text
+
+
+@settings(max_examples=30, deadline=None)
+@given(seconds=st.lists(st.integers(0, 9), min_size=40, max_size=40))
+def test_the_count_of_resident_units_that_was_best_is_kept(seconds: list[int]) -> None:
+    """Whatever the counts are worth: the search narrows around the best that it has seen."""
+    workload = gpt_workload(layers=30)
+    hw, options = small_hardware(), PlannerOptions()
+    plan = make_plan("lohan", workload, hw, budget(), options)
+    tried: dict[int, int] = {}
+
+    def planned(self: object, count: int) -> tuple[float, Plan]:
+        tried[count] = seconds[count]
+        return float(seconds[count]), replace(plan, notes=(f"count {count}",))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resident._Counts, "_plan", planned)
+        found = resident.plan_resident(workload, hw, budget(), options)
+    best = int(found.notes[-1].removeprefix("count "))
+    assert tried[best] == min(tried.values())
