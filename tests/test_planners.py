@@ -27,6 +27,7 @@ from lohan_fx.planners import (
     names,
     register,
     registry,
+    resident,
 )
 from lohan_fx.planners.lohan import Lohan
 from lohan_fx.planners.random_policy import RandomPolicy
