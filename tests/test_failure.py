@@ -38,11 +38,11 @@ from lohan_fx.api import LohanModule
 from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError, StorageError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SCHEDULES
-from lohan_fx.runtime import arena, engine, ssd, states
+from lohan_fx.runtime import arena, engine, states
 from lohan_fx.runtime.arena import Arena, PageLocker
 from lohan_fx.runtime.executor import Executor
 from lohan_fx.runtime.lanes import Lane, RankedLane, Ticket
-from lohan_fx.runtime.ssd import IoPool, RunDirectory
+from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile, striped_file
 from tests.faults import Fault, Faults, interrupted
 from tests.models import loss_of, make
 from tests.training import (
@@ -59,7 +59,7 @@ TIERS = ("device", "host", "ssd")
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssd, "_RETRIES_S", (0.001, 0.001, 0.001))
+    monkeypatch.setattr(striped_file, "_RETRIES_S", (0.001, 0.001, 0.001))
 
 
 def tensors_of(state: Any, prefix: str = "") -> dict[str, Tensor]:
@@ -720,7 +720,7 @@ def test_writes_of_sums_fail_and_units_cannot_be_parked(
     if reads:
         monkeypatch.setattr(states, "available_host_bytes", lambda: 0)
     else:
-        monkeypatch.setattr(ssd.StripedFile, "pread_here", _fails)
+        monkeypatch.setattr(StripedFile, "pread_here", _fails)
     faults.fault = Fault("pwritev", faults.counts["pwritev"] + 1, code=errno.ENOSPC)
     with pytest.raises(StorageError, match="write failed on"):
         run.step()

@@ -22,11 +22,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lohan_fx
 from lohan_fx.errors import StorageError
-from lohan_fx.runtime import ssd
 from lohan_fx.runtime._memory import ALIGNMENT, map_file_at, round_up
 from lohan_fx.runtime.arena import Arena
-from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile, Syscalls
+from lohan_fx.runtime.ssd import (
+    IoPool,
+    RunDirectory,
+    StripedFile,
+    Syscalls,
+    run_directory,
+    striped_file,
+)
 from lohan_fx.runtime.waiting import Future
 
 SECTOR = ALIGNMENT
@@ -433,13 +440,13 @@ def test_close_waits_for_transfers(
             assert closing_now.wait(10)
             return super().pwritev(fd, buffers, offset)
 
-    wait = ssd._wait
+    wait = striped_file._wait
 
     def let_go(futures: Iterable[Future]) -> None:
         closing_now.set()
         wait(futures)
 
-    monkeypatch.setattr(ssd, "_wait", let_go)
+    monkeypatch.setattr(striped_file, "_wait", let_go)
     file = StripedFile(runs[1], "file", SECTOR, pool, syscalls=Held())
     future = file.submit_pwrite(buffer[:SECTOR], 0)
     file.close()
@@ -543,7 +550,7 @@ def test_a_refused_mapping_is_undone(
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         map_file_at(address, num_bytes, fd, offset)
 
-    monkeypatch.setattr("lohan_fx.runtime.ssd.map_file_at", refuse_third)
+    monkeypatch.setattr("lohan_fx.runtime.ssd.striped_file.map_file_at", refuse_third)
     file = StripedFile(runs[2], "f", 4 * MIB, pool)
     with closing(file), pytest.raises(StorageError, match="larger stripes"):
         file.map()
@@ -634,7 +641,7 @@ def test_a_directory_removed_before_its_lock_exists_is_made_again(
     def mkdtemp(*, prefix: str, dir: Path) -> str:
         made.append(real(prefix=prefix, dir=dir))
         if len(made) == 1:
-            ssd._remove_dead_runs(tmp_path)
+            run_directory._remove_dead_runs(tmp_path)
             assert not os.path.exists(made[0])
         return made[-1]
 
@@ -650,7 +657,7 @@ def test_a_directory_removed_before_its_lock_is_held_is_made_again(
 
     def flock(fd: int, operation: int) -> None:
         monkeypatch.setattr(fcntl, "flock", real)
-        ssd._remove_dead_runs(tmp_path)
+        run_directory._remove_dead_runs(tmp_path)
         assert not list(tmp_path.iterdir())
         real(fd, operation)
 
@@ -679,7 +686,7 @@ def start_process(code: str, root: Path) -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(ssd.__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(lohan_fx.__file__).parents[1])},
     )
 
 
