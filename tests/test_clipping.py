@@ -19,7 +19,7 @@ from lohan_fx.runtime.clipping import Norms
 from lohan_fx.runtime.guards import ConsumedGradient
 from lohan_fx.runtime.native import adam
 from lohan_fx.runtime.optimizer import Clip, UnitOptimizer
-from lohan_fx.runtime.states import UnitStates
+from lohan_fx.runtime.unit_states import UnitStates
 from tests.loops import TIERS, assert_same, check, compiled, sometimes, windows
 from tests.models import loss_of, make
 from tests.training import (

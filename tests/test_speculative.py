@@ -33,8 +33,8 @@ from lohan_fx.runtime.lanes import Lanes, RankedLane, Ticket
 from lohan_fx.runtime.native import adam
 from lohan_fx.runtime.optimizer import Clip, Results, UnitOptimizer
 from lohan_fx.runtime.recording import Label
-from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.trials import Trials
+from lohan_fx.runtime.unit_states import UnitStates
 from lohan_fx.runtime.updates import Updater
 from lohan_fx.simulate import Simulation, simulate
 from lohan_fx.workload import Workload
@@ -84,10 +84,10 @@ class Watch:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.flips: list[str] = []
         self.early = 0
-        flip, emit, settle = ModelStates.flip, Updater.emit, Trials.settle
+        flip, emit, settle = UnitStates.flip, Updater.emit, Trials.settle
 
-        def counted(model_states: ModelStates, states: Any) -> None:
-            flip(model_states, states)
+        def counted(states: UnitStates) -> None:
+            flip(states)
             self.flips.append(states.unit.name)
 
         def waiting(updater: Updater, index: int, gradients: Any) -> None:
@@ -102,7 +102,7 @@ class Watch:
             wait_until_begun(trials)
             return settle(trials, *args)
 
-        patch.setattr(ModelStates, "flip", counted)
+        patch.setattr(UnitStates, "flip", counted)
         patch.setattr(Updater, "emit", waiting)
         patch.setattr(Trials, "settle", begun)
 
@@ -929,7 +929,7 @@ def test_what_has_not_begun_is_updated_in_place(
 ) -> None:
     """Only the unit whose trial runs when optimizer.step() is called goes on with its copy."""
     both = Pair(hw, monkeypatch)
-    flip, flips = ModelStates.flip, []
+    flip, flips = UnitStates.flip, []
     stepped = threading.Event()
     try_step = UnitOptimizer.try_step
 
@@ -937,12 +937,12 @@ def test_what_has_not_begun_is_updated_in_place(
         assert stepped.wait(timeout=30)
         return try_step(*args, **kwargs)
 
-    def counted(model_states: ModelStates, states: Any) -> None:
-        flip(model_states, states)
+    def counted(states: UnitStates) -> None:
+        flip(states)
         flips.append(states.unit.name)
 
     monkeypatch.setattr(UnitOptimizer, "try_step", late)
-    monkeypatch.setattr(ModelStates, "flip", counted)
+    monkeypatch.setattr(UnitStates, "flip", counted)
     for _ in range(3):
         stepped.clear()
         flips.clear()
@@ -964,14 +964,14 @@ def test_an_acceptance_that_fails(
     """The next optimizer.step() goes on with it; or the model can be closed."""
     both = Pair(hw, monkeypatch)
     both.both()
-    may_flip, calls = ModelStates.may_flip, itertools.count()
+    may_flip, calls = UnitStates.may_flip, itertools.count()
 
     def fail(*args: Any) -> bool:
         if next(calls) == 1:
             raise InjectedError
         return may_flip(*args)
 
-    monkeypatch.setattr(ModelStates, "may_flip", fail)
+    monkeypatch.setattr(UnitStates, "may_flip", fail)
     watch.flips.clear()
     backward(both.made, both.batch)
     with pytest.raises(InjectedError):

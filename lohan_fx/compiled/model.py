@@ -263,7 +263,7 @@ class CompiledModel:
             self.optimizer_states.give_back()
         self._user.give_back(self)
         if programs.memory is not None:
-            programs.memory.states.forget_grad_dtypes()
+            programs.memory.states.gradients.forget_dtypes()
         programs.forget_all()
         for hook in self._hooks:
             hook.remove()

@@ -67,7 +67,7 @@ class OptimizerStates:
             return
         memory.states.take_states(self._optimizer, lend)
         if not self._accumulation.kept:
-            memory.states.forget_sums()
+            memory.states.gradients.forget_sums()
             self._accumulation.count = 0
 
     def give_back(self) -> None:
@@ -75,7 +75,7 @@ class OptimizerStates:
         memory = self._programs.memory
         if memory is not None:
             memory.states.give_back(self._optimizer)
-            memory.states.forget_sums()
+            memory.states.gradients.forget_sums()
         self._materialize()
 
     def _materialize(self) -> None:

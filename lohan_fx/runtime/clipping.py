@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lohan_fx.runtime.flats import Flats, views_of
 from lohan_fx.runtime.optimizer import Clip
-from lohan_fx.runtime.states import Flats, UnitStates, views_of
+from lohan_fx.runtime.unit_states import UnitStates
 
 logger = logging.getLogger("lohan_fx")
 

@@ -19,10 +19,11 @@ from lohan_fx.footprint import PAGE_BYTES, STRIPE_BYTES
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.program import window_storage
 from lohan_fx.runtime.arena import Arena, PageLocker
+from lohan_fx.runtime.flats import views_of
 from lohan_fx.runtime.lanes import Lanes, Ticket, storage_of
 from lohan_fx.runtime.recording import Label, Stamp
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
-from lohan_fx.runtime.states import ModelStates, views_of
+from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.updates import Updater
 from lohan_fx.workload import Workload
 
@@ -301,7 +302,7 @@ class Engine:
         if after is not None:
             after.synchronize()
         self.lanes.count(h2d_bytes=num_bytes)
-        return views_of(self.states.reachable(states), states.layout.slices)
+        return views_of(states.reachable(self.lanes.device), states.layout.slices)
 
     def write_gradient(
         self, gradients: Sequence[Tensor], unit: int, indices: Sequence[int]

@@ -79,7 +79,11 @@ class Memory:
 
     def make_spares(self, units: Collection[str]) -> None:
         """Have second copies of these units, where in host memory (schedule "speculative")."""
-        lacking = [s for s in self.states.without_spare() if s.unit.name in units]
+        lacking = [
+            states
+            for states in self.states.trained
+            if states.tier == "host" and states.spare is None and states.unit.name in units
+        ]
         if not lacking:
             return
         arena = Arena(sum(s.spare_bytes for s in lacking), pin=self.pin, locker=self.locker)
@@ -87,7 +91,7 @@ class Memory:
         offset = 0
         for states in lacking:
             arena.register(offset, states.spare_bytes)
-            self.states.give_spare(states, arena.view(offset, states.spare_bytes))
+            states.give_spare(arena.view(offset, states.spare_bytes))
             offset += states.spare_bytes
 
     def drop_spares(self) -> None:
@@ -98,7 +102,8 @@ class Memory:
         reached = self.lanes.mark()  # a forward may still read units where they lie
         if reached is not None:
             reached.synchronize()
-        self.states.drop_spares()
+        for states in self.states.units:
+            states.drop_spare()
         for arena in self.spares:
             arena.close()
         self.spares = []

@@ -26,16 +26,15 @@ import torch
 from torch import Tensor
 
 from lohan_fx.runtime.clipping import Clipping
+from lohan_fx.runtime.flats import Flats, views_of
 from lohan_fx.runtime.lanes import Lane, Lanes, RankedLane, Ticket
-from lohan_fx.runtime.optimizer import (
-    Clip,
+from lohan_fx.runtime.optimizer import Clip, Results, Scalars
+from lohan_fx.runtime.param_groups import (
     Hyperparameters,
-    Results,
-    Scalars,
     same_hyperparameters,
     snapshot_hyperparameters,
 )
-from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, views_of
+from lohan_fx.runtime.unit_states import UnitStates
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -68,7 +67,6 @@ class Trials:
     """What one updater tries.
 
     Args:
-        states: the model's; those of host units have spares.
         lanes: for labels and records.
         lane: the optimizer's thread.
         clipping: counts the steps that are redone.
@@ -78,7 +76,6 @@ class Trials:
 
     def __init__(
         self,
-        states: ModelStates,
         lanes: Lanes,
         lane: RankedLane,
         clipping: Clipping,
@@ -88,7 +85,6 @@ class Trials:
         self._clipping = clipping
         self._begun = begun
         self._ended = ended
-        self._states = states
         self._lanes = lanes
         self._lane = lane
         self._quiet = Lane("acceptance")  # where no interrupt strikes
@@ -171,7 +167,7 @@ class Trials:
     def _settle(self, right: bool) -> None:
         while self._open:
             trial = self._open[-1]
-            if right and self._states.may_flip(trial.states):
+            if right and trial.states.may_flip():
                 self._accept(trial)
             if not trial.accepted:
                 self._drop(trial)
@@ -216,7 +212,7 @@ class Trials:
             self._begun.append(trial.states.unit.name)
             self._accepted.append(trial)
             self._commit(trial)
-        self._states.flip(trial.states)
+        trial.states.flip()
 
     def _commit(self, trial: Trial) -> None:
         """Take over the scalars of an accepted trial that has ended. The lock is held."""

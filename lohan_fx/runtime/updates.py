@@ -40,6 +40,7 @@ from lohan_fx.footprint import PAGE_BYTES
 from lohan_fx.plan import LATE, PIPELINED, WHOLE, Schedule
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.clipping import Clipping, Norms
+from lohan_fx.runtime.flats import Flats, on_device, views_of
 from lohan_fx.runtime.lanes import Lanes, RankedLane, Ticket
 from lohan_fx.runtime.native import adam
 from lohan_fx.runtime.optimizer import (
@@ -49,8 +50,9 @@ from lohan_fx.runtime.optimizer import (
     snapshot_hyperparameters,
 )
 from lohan_fx.runtime.recording import Label
-from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, on_device, views_of
+from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.trials import Trials
+from lohan_fx.runtime.unit_states import UnitStates
 from lohan_fx.runtime.waiting import Future
 from lohan_fx.timeline import Lane as Lane_
 
@@ -181,14 +183,14 @@ class Updater:
         self._jobs: list[Ticket] = []
         self._held: list[_Given] = []
         self._unscaled: set[int] = set()  # parameters whose ``.grad`` this step has divided
-        self._emitted: list[tuple[int, list[bool]]] = []
+        self._emitted: list[tuple[UnitStates, list[bool]]] = []
         self._written: dict[int, dict[int, Tensor]] = {}
         self._lock = threading.Lock()
         self._hyperparameters: Hyperparameters = ()
         self.trials: Trials | None = None
         if schedule == "speculative":
             try:
-                self.trials = Trials(states, lanes, self._lane, clipping, self._begun, self._ended)
+                self.trials = Trials(lanes, self._lane, clipping, self._begun, self._ended)
             except BaseException:
                 self._lane.close()
                 raise
@@ -206,8 +208,8 @@ class Updater:
         self._rank = {index: -i for i, index in enumerate(order)}  # last out is needed first
         accumulation = self._accumulation
         if accumulation.kept:
-            self._states.take_gradients()
-        elif not self._states.drop_zeroed():
+            self._states.gradients.take()
+        elif not self._states.gradients.drop_zeroed():
             accumulation.count = 0
         self.pending = True
         self._stopped = None
@@ -250,9 +252,9 @@ class Updater:
         emitted = tuple(self._emitted)
         if self._accumulation.kept:
             self.join()
-            self._states.show_gradients(emitted)
+            self._states.gradients.show(states for states, _ in emitted)
             return
-        self._states.mark_consumed(emitted)
+        self._states.gradients.mark_consumed(emitted)
         if not self._last:
             if not self._accumulation.waiting():
                 self._accumulation.count += 1
@@ -297,7 +299,7 @@ class Updater:
         Units on the device (without an `arrival`) are served at once.
         """
         given = _Given(states, gradients, list(states.sums), arrival)
-        self._emitted.append((states.index, [g is not None for g in gradients]))
+        self._emitted.append((states, [g is not None for g in gradients]))
         if self._adds_up:
             for i, gradient in enumerate(gradients):
                 states.sums[i] |= gradient is not None
@@ -437,7 +439,7 @@ class Updater:
             self.num_left = sum(not ticket.done() for ticket in self._jobs)
             self.behind = self.behind or self.pending or bool(given)
             if kept and given:
-                self._states.lend_gradients(weakref.WeakMethod(self.wait))
+                self._states.gradients.lend(weakref.WeakMethod(self.wait))
         else:
             self.pending = self.pending or bool(given)
             self.join()
@@ -494,11 +496,11 @@ class Updater:
         if not self._unscale():
             return []
         if self.schedule in LATE:
-            self._states.take_gradients()  # a tensor of the user's may be written before it is read
+            self._states.gradients.take()  # a tensor of the user's may be written before it is read
         found = []
         for states in self._states.trained:
             given = [p.grad for p in states.parameters]
-            sums = [g is not None and self._states.owns(states, i, g) for i, g in enumerate(given)]
+            sums = self._states.gradients.owned(states)
             others = [None if own else g for g, own in zip(given, sums, strict=True)]
             if any(g is not None for g in given):
                 found.append(_Given(states, others, sums))
@@ -673,7 +675,7 @@ class Updater:
     def _drop(self) -> None:
         """Forget the step, and what has been added up for it."""
         if not self._accumulation.kept:
-            self._states.forget_sums()
+            self._states.gradients.forget_sums()
             self._accumulation.count = 0
         self._clear()
 

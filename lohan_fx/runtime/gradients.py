@@ -1,0 +1,176 @@
+"""Gradients as users see them: what stands in ``.grad`` of the parameters that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lohan_fx.errors import StepError
+from lohan_fx.runtime.flats import alone, views_of
+from lohan_fx.runtime.guards import ConsumedGradient, LentGradient
+from lohan_fx.runtime.ssd import StripedFile
+from lohan_fx.runtime.unit_states import UnitStates
+
+
+class Gradients:
+    """What stands in ``.grad`` of the parameters of one compiled model.
+
+    Args:
+        units: those that the optimizer updates.
+        file: the SSD file that holds the SSD units.
+    """
+
+    def __init__(self, units: Sequence[UnitStates], file: StripedFile | None) -> None:
+        self._units = units
+        self._file = file
+
+    # -- gradients that stay --------------------------------------------------------------------
+
+    def take(self) -> None:
+        """See which parameters have a ``.grad``; one that is not ours is copied into its place.
+
+        Afterwards `UnitStates.sums` say so, and transfers see what user code did to gradients.
+        """
+        on_ssd = False
+        with torch.no_grad():
+            for states in self._units:
+                for i, p in enumerate(states.parameters):
+                    given = p.grad
+                    states.sums[i] = given is not None
+                    if given is not None and not _owns(states, i, given):
+                        own = _own(states)[i]
+                        own.copy_(given)
+                        p.grad = own
+                on_ssd |= states.on_ssd and any(states.sums)
+        if on_ssd:
+            assert self._file is not None
+            self._file.flush()
+
+    def show(self, emitted: Iterable[UnitStates]) -> None:
+        """Make the ``.grad`` of parameters of these units, where there is a sum, views of it."""
+        for states in emitted:
+            views = _own(states)
+            for p, view, has in zip(states.parameters, views, states.sums, strict=True):
+                if has and p.grad is not view:
+                    p.grad = view
+
+    def lend(self, wait: Callable[[], Callable[[], None] | None]) -> None:
+        """Let whoever uses a ``.grad`` call `wait` (a weak method) first."""
+
+        def call() -> None:
+            method = wait()
+            if method is not None:
+                method()
+
+        for states in self._units:
+            if not states.grads:
+                continue
+            if not states.lent:
+                states.lent = [LentGradient.of(g) for g in states.grads]
+            for i, p in enumerate(states.parameters):
+                if p.grad is not None and _owns(states, i, p.grad):
+                    states.lent[i].wait = call
+                    p.grad = states.lent[i]
+
+    def owned(self, states: UnitStates) -> list[bool]:
+        """Of each parameter of a unit, whether its ``.grad`` is the unit's own."""
+        given = [p.grad for p in states.parameters]
+        return [g is not None and _owns(states, i, g) for i, g in enumerate(given)]
+
+    def forget_dtypes(self) -> None:
+        """Let parameters have gradients of their own dtype again, if they have none now."""
+        for states in self._units:
+            for p in states.parameters:
+                if p.dtype != states.layout.dtype and p.grad is None:
+                    p.grad_dtype = p.dtype
+
+    # -- gradients that are consumed ------------------------------------------------------------
+
+    def drop_zeroed(self) -> bool:
+        """Forget sums of parameters whose ``.grad`` was reset; says whether any is left.
+
+        Raises:
+            StepError: a parameter has a ``.grad`` of the user's own.
+        """
+        for states in self._units:
+            for i, p in enumerate(states.parameters):
+                given = p.grad
+                if given is None:
+                    states.sums[i] = False
+                elif not isinstance(given, ConsumedGradient):
+                    raise StepError(
+                        f"parameter {states.layout.slices[i].name} has a .grad that this backward "
+                        "would have to add to, but gradients are consumed while it runs: call "
+                        "optimizer.zero_grad() before, or compile with gradients='kept'"
+                    )
+                elif given.zeroed:
+                    states.sums[i] = False
+        return any(any(states.sums) for states in self._units)
+
+    def mark_consumed(self, emitted: Iterable[tuple[UnitStates, Sequence[bool]]]) -> None:
+        """Put guards where plain PyTorch would have gradients."""
+        for states, has in emitted:
+            if not states.guards:
+                states.guards = [ConsumedGradient.of(p) for p in states.parameters]
+            for i, p in enumerate(states.parameters):
+                if has[i]:
+                    if not states.guards[i].fits(p):
+                        states.guards[i] = ConsumedGradient.of(p)
+                    states.guards[i].zeroed = False
+                    p.grad = states.guards[i]
+
+    def forget_sums(self) -> None:
+        """Leave no sum, and no guard."""
+        for states in self._units:
+            states.sums = [False] * len(states.sums)
+            for p in states.parameters:
+                if isinstance(p.grad, ConsumedGradient):
+                    p.grad = None
+
+    # -- units that move ------------------------------------------------------------------------
+
+    def detach(self, states: UnitStates) -> list[tuple[Tensor | None, bool]]:
+        """Take the ``.grad`` of a unit's parameters away, which may have to be on another device.
+
+        Returns:
+            each, and whether it is the unit's own: for `attach`, when the unit has moved.
+        """
+        given = [p.grad for p in states.parameters]
+        found = list(zip(given, self.owned(states), strict=True))
+        states.grads, states.lent = [], []
+        for p in states.parameters:
+            p.grad = None
+        return found
+
+    def attach(self, states: UnitStates, found: Sequence[tuple[Tensor | None, bool]]) -> None:
+        """Give a unit that has moved what `detach` took away."""
+        for i, (p, (gradient, owned)) in enumerate(zip(states.parameters, found, strict=True)):
+            if owned:
+                p.grad = _own(states)[i]
+            elif isinstance(gradient, ConsumedGradient):
+                states.guards[i] = ConsumedGradient.of(p)
+                states.guards[i].zeroed = gradient.zeroed
+                p.grad = states.guards[i]
+            elif gradient is not None:
+                p.grad = gradient.to(p.device)
+
+
+def _owns(states: UnitStates, i: int, gradient: Tensor) -> bool:
+    """Whether this ``.grad`` of parameter `i` is the unit's own."""
+    owned = (states.grads, states.lent)
+    return any(bool(tensors) and gradient is tensors[i] for tensors in owned)
+
+
+def _own(states: UnitStates) -> list[Tensor]:
+    """A unit's own gradients, parameter by parameter: views of where they add up."""
+    if not states.grads:
+        assert states.flats is not None
+        assert states.flats.gradient is not None
+        views = views_of(states.flats.gradient, states.layout.slices)
+        states.grads = [alone(view) for view in views]
+        for p in states.parameters:
+            if p.dtype != states.layout.dtype:
+                p.grad_dtype = states.layout.dtype
+    return states.grads
