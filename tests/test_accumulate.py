@@ -14,8 +14,11 @@ from lohan_fx.api import LohanModule
 from lohan_fx.errors import LohanError, StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SCHEDULES
+from lohan_fx.runtime import sums
 from lohan_fx.runtime.native import adam
-from lohan_fx.runtime.updates import Updater, _add
+from lohan_fx.runtime.unit_gradients import UnitGradients
+from lohan_fx.runtime.unit_updates import UnitUpdates
+from lohan_fx.runtime.updates import Updater
 from tests.loops import (
     TIERS,
     InjectedError,
@@ -328,8 +331,8 @@ def test_an_exception_in_the_middle(
             made(**{**batch, "input_ids": batch["input_ids"] + 10_000})
         steps(2, 20)
     else:
-        method = "emit" if where == "backward" else "_add"
-        original, calls = getattr(Updater, method), itertools.count()
+        target, method = (Updater, "emit") if where == "backward" else (UnitGradients, "add")
+        original, calls = getattr(target, method), itertools.count()
 
         def fail(*args: Any) -> Any:
             if next(calls) == 1:
@@ -341,7 +344,7 @@ def test_an_exception_in_the_middle(
             made.lohan.sync()
 
         with monkeypatch.context() as patch:
-            patch.setattr(Updater, method, fail)
+            patch.setattr(target, method, fail)
             with pytest.raises(InjectedError):
                 backward_and_sync()
         its.optimizer.zero_grad()
@@ -361,7 +364,7 @@ def test_an_exception_in_the_last_backward(
     made = compiled(model, training.optimizer, hw, states="device", accumulate=2)
     loss_of("gpt2", made(**inputs)).backward()
     loss = loss_of("gpt2", made(**inputs))
-    original, calls = Updater._step, itertools.count()
+    original, calls = UnitUpdates.run, itertools.count()
 
     def fail(*args: Any) -> None:
         if next(calls) == 1:
@@ -369,7 +372,7 @@ def test_an_exception_in_the_last_backward(
         original(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Updater, "_step", fail)
+        patch.setattr(UnitUpdates, "run", fail)
         with pytest.raises(InjectedError):
             loss.backward()
     with pytest.raises(StepError, match="between two steps"):
@@ -409,5 +412,5 @@ def test_without_a_compiler_torch_adds(
         wanted = total + shape.float()
         with monkeypatch.context() as patch:
             patch.setattr(adam, "kernel", lambda: None)
-            _add(total, shape, True)
+            sums.add(total, shape, True)
         assert identical(total, wanted)

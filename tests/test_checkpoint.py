@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import lohan_fx
 import lohan_fx.atomic
 from lohan_fx.errors import CheckpointError, LohanError, StepError, StorageError
-from lohan_fx.runtime.updates import Updater
+from lohan_fx.runtime.unit_updates import UnitUpdates
 from tests.models import make
 from tests.test_weights import measured
 from tests.toys import meta
@@ -500,7 +500,7 @@ def test_a_model_between_two_steps_is_not_saved(
     run = started(tmp_path, **{**HOST, "schedule": "optimized"})
     run.train(1)
     run.save(tmp_path / "c")
-    original = Updater._step
+    original = UnitUpdates.run
     calls = []
 
     def fail_second(*args: Any) -> None:
@@ -509,7 +509,7 @@ def test_a_model_between_two_steps_is_not_saved(
             raise RuntimeError("injected")
         original(*args)
 
-    monkeypatch.setattr(Updater, "_step", fail_second)
+    monkeypatch.setattr(UnitUpdates, "run", fail_second)
     with pytest.raises(RuntimeError, match="injected"):
         run.train(1)
     with pytest.raises(StepError, match=r"stands between two steps: .* took the step"):

@@ -17,7 +17,7 @@ from lohan_fx.footprint import gradient_bytes_needed, has_own_buffer
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import UnitPlan
 from lohan_fx.runtime.guards import LentGradient
-from lohan_fx.runtime.updates import Updater
+from lohan_fx.runtime.unit_updates import UnitUpdates
 from lohan_fx.simulate import simulate
 from lohan_fx.workload import Unit
 from tests.loops import TIERS, InjectedError, assert_same, check, compiled, updater_of
@@ -89,7 +89,7 @@ def test_late_updates_change_nothing(
             loss = loss_of(name, model(**inputs))
             loss.backward()
             if hasattr(model, "lohan"):
-                assert not updater_of(model)._begun  # type: ignore[arg-type]
+                assert not updater_of(model)._updates.begun  # type: ignore[arg-type]
             training.step()
             if hasattr(model, "lohan"):
                 late.append(running(model))
@@ -195,7 +195,7 @@ def test_an_update_that_fails(
     made = compiled(model, training.optimizer, hw, states=states, schedule="deferred")
     steps("mlp", made, training, inputs, 1)
     made.lohan.sync()
-    original, calls = Updater._step, itertools.count()
+    original, calls = UnitUpdates.run, itertools.count()
 
     def fail(*args: Any) -> None:
         if next(calls) == 1:
@@ -207,7 +207,7 @@ def test_an_update_that_fails(
         made.lohan.sync()
 
     with monkeypatch.context() as patch:
-        patch.setattr(Updater, "_step", fail)
+        patch.setattr(UnitUpdates, "run", fail)
         with pytest.raises(InjectedError):
             step_and_sync()
     with pytest.raises(StepError, match=r"between two steps: .* took the step"):

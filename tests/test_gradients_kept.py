@@ -15,6 +15,7 @@ from lohan_fx.api import LohanModule
 from lohan_fx.errors import LohanError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime.arena import Arena
+from lohan_fx.runtime.unit_gradients import UnitGradients
 from lohan_fx.runtime.updates import Updater
 from tests import loops
 from tests.loops import TIERS, InjectedError, sometimes
@@ -350,7 +351,7 @@ def test_a_backward_that_fails(
         loss = loss_of("gpt2", made(**batch))
         calls = itertools.count()
         with monkeypatch.context() as patch:
-            target, method = (Updater, "emit") if where == "backward" else (Updater, "_add")
+            target, method = (Updater, "emit") if where == "backward" else (UnitGradients, "add")
             original = getattr(target, method)
 
             def fail(*args: Any, original: Any = original, calls: Any = calls) -> Any:

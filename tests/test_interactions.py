@@ -21,7 +21,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SCHEDULES, WHOLE
 from lohan_fx.runtime.lanes import close_elsewhere
 from lohan_fx.runtime.ssd import Syscalls
-from lohan_fx.runtime.updates import Updater
+from lohan_fx.runtime.unit_updates import UnitUpdates
 from tests.models import make
 from tests.test_refinement import Turns, _Judged
 from tests.training import remember_captures, training_of
@@ -220,7 +220,7 @@ def test_forward_after_an_interrupted_step(
         states=tier,
         schedule=schedule,  # type: ignore[arg-type]
     )
-    step = Updater._step
+    step = UnitUpdates.run
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         time.sleep(0.05)
@@ -235,7 +235,7 @@ def test_forward_after_an_interrupted_step(
     assert torch.equal(one(made, ours), one(plain, theirs))
     theirs.step()
     ours.step()
-    monkeypatch.setattr(Updater, "_step", slow)
+    monkeypatch.setattr(UnitUpdates, "run", slow)
     assert torch.equal(one(made, ours), one(plain, theirs))
     theirs.step()
     timer = threading.Timer(0.02, _thread.interrupt_main)

@@ -22,6 +22,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime import ssd
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.lanes import Lane, RankedLane, Ticket
+from lohan_fx.runtime.unit_updates import UnitUpdates
 from lohan_fx.runtime.updates import Updater
 from tests.models import MLP, loss_of, make
 from tests.training import (
@@ -40,7 +41,7 @@ LATE_TIERS = ("host", "ssd")
 
 def slow_updates(patch: pytest.MonkeyPatch, longest_s: float, seed: int = 0) -> None:
     """Every update takes up to `longest_s` longer, at its begin or at its end."""
-    original = Updater._step
+    original = UnitUpdates.run
     chance = random.Random(seed)
 
     def slow(*args: Any, **kwargs: Any) -> None:
@@ -49,7 +50,7 @@ def slow_updates(patch: pytest.MonkeyPatch, longest_s: float, seed: int = 0) -> 
         original(*args, **kwargs)
         time.sleep(after)
 
-    patch.setattr(Updater, "_step", slow)
+    patch.setattr(UnitUpdates, "run", slow)
 
 
 def compiled(
@@ -333,7 +334,7 @@ def test_an_update_that_fails(
     assert identical(one_step("mlp", model, inputs, training, 0), losses[0])
     model.lohan.sync()
     go = threading.Event()
-    original = Updater._step
+    original = UnitUpdates.run
     calls = [0]
 
     def fail_second(*args: Any, **kwargs: Any) -> None:
@@ -351,7 +352,7 @@ def test_an_update_that_fails(
         model(**inputs).backward()
 
     with monkeypatch.context() as patch:
-        patch.setattr(Updater, "_step", fail_second)
+        patch.setattr(UnitUpdates, "run", fail_second)
         threading.Timer(0.05, go.set).start()
         # the SSD's gradients pass two buffers: backward waits for updates, and meets nothing
         assert identical(one_step("mlp", model, inputs, training, 1), losses[1])

@@ -45,6 +45,7 @@ from lohan_fx.plan import SCHEDULES
 from lohan_fx.runtime import arena, ssd
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.trials import Trials
+from lohan_fx.runtime.unit_updates import UnitUpdates
 from lohan_fx.runtime.updates import Updater
 from tests.models import make
 from tests.training import (
@@ -722,7 +723,7 @@ def test_an_exception_in_an_update(
     run = start("mlp", hw, monkeypatch, states=states, schedule=schedule)
     assert_identical(run.step(0), eager("mlp", "adamw")[0])
     with pytest.MonkeyPatch.context() as patch:
-        fail_once(patch, Updater, "_step", at=2)
+        fail_once(patch, UnitUpdates, "run", at=2)
         if schedule == "speculative":  # what fails in a trial is done again: see test_speculative
             patch.setattr(Trials, "submit", lambda *_: None)
         with pytest.raises(InjectedError):

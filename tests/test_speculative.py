@@ -35,6 +35,7 @@ from lohan_fx.runtime.optimizer import Clip, Results, UnitOptimizer
 from lohan_fx.runtime.recording import Label
 from lohan_fx.runtime.trials import Trials
 from lohan_fx.runtime.unit_states import UnitStates
+from lohan_fx.runtime.unit_updates import UnitUpdates
 from lohan_fx.runtime.updates import Updater
 from lohan_fx.simulate import Simulation, simulate
 from lohan_fx.workload import Workload
@@ -232,9 +233,9 @@ def test_updates_run_while_backward_goes_on(
     settled(both.made)
     held = list(both.model.parameters())
     assert all(map(identical, held, before))
-    assert not updater_of(both.made)._begun
+    assert not updater_of(both.made)._updates.begun
     with monkeypatch.context() as patch:
-        patch.setattr(Updater, "_step", None)
+        patch.setattr(UnitUpdates, "run", None)
         both.ours.step()
     step(both.plain, both.its, both.inputs)
     assert all(map(identical, held, both.plain.parameters()))
@@ -1056,7 +1057,7 @@ def test_a_step_that_is_taken_up_clips_what_was_submitted_before(
     def slow(*args: Any) -> Any:
         gate.set()
         deadline = time.monotonic() + 30
-        while not updater._ended:
+        while not updater._updates.ended:
             assert time.monotonic() < deadline
             time.sleep(1e-4)
         return choose(*args)

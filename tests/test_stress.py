@@ -22,7 +22,7 @@ from lohan_fx.plan import SCHEDULES
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lanes import Lane, Ticket
 from lohan_fx.runtime.ssd import Syscalls
-from lohan_fx.runtime.updates import Updater
+from lohan_fx.runtime.unit_updates import UnitUpdates
 from tests.models import loss_of, make
 from tests.training import Squeezed, identical, model_threads, remember_captures, training_of
 
@@ -66,7 +66,7 @@ class Delays:
         for cls, method in (
             (Syscalls, "preadv"),
             (Syscalls, "pwritev"),
-            (Updater, "_step"),
+            (UnitUpdates, "run"),
             (Engine, "release"),
             (Engine, "prefetch"),
             (Engine, "wait_unit"),

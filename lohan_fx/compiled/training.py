@@ -13,10 +13,10 @@ from lohan_fx.annotate import StateLayout, UnitLayout, unit_layouts
 from lohan_fx.compiled.options import Options
 from lohan_fx.errors import LohanError
 from lohan_fx.plan import WAITING, WHOLE, Schedule
+from lohan_fx.runtime.accumulation import Accumulation
 from lohan_fx.runtime.clipping import Clipping
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.supported_optimizers import check_supported
-from lohan_fx.runtime.updates import Accumulation
 
 
 @dataclass(frozen=True, kw_only=True)

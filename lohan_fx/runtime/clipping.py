@@ -79,16 +79,20 @@ class Norms:
     """The norms of one step's gradients, parameter by parameter.
 
     Attributes:
+        wanted: the gradients that come now are whole, and their norms are needed.
         in_passing: norms of sums in host memory come from the additions that complete them, in
             float64. A pass of torch's kernel over them, one thread's, would take as long as the
             updates; on a CPU device it is plain PyTorch's kernel, so there the bits are its.
     """
 
     def __init__(self, *, in_passing: bool) -> None:
+        self.wanted = False
         self.in_passing = in_passing
         self._found: dict[int, Tensor] = {}
 
-    def clear(self) -> None:
+    def begin(self, *, wanted: bool) -> None:
+        """Backward begins."""
+        self.wanted = wanted
         self._found.clear()
 
     def take(self, states: UnitStates, i: int, gradient: Tensor) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lohan_fx.errors import StepError
 from lohan_fx.runtime.flats import alone, views_of
 from lohan_fx.runtime.guards import ConsumedGradient, LentGradient
 from lohan_fx.runtime.ssd import StripedFile
+from lohan_fx.runtime.unit_gradients import UnitGradients
 from lohan_fx.runtime.unit_states import UnitStates
 
 
@@ -25,6 +27,7 @@ class Gradients:
     def __init__(self, units: Sequence[UnitStates], file: StripedFile | None) -> None:
         self._units = units
         self._file = file
+        self._unscaled: set[int] = set()  # parameters whose ``.grad`` this step has divided
 
     # -- gradients that stay --------------------------------------------------------------------
 
@@ -56,6 +59,38 @@ class Gradients:
                 if has and p.grad is not view:
                     p.grad = view
 
+    def unscale(self, optimizer: Optimizer) -> bool:
+        """What GradScaler leaves to fused optimizers: divide by the scale; False: skip the step."""
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and found_inf.item():
+            return False
+        scale = getattr(optimizer, "grad_scale", None)
+        if scale is not None:
+            for states in self._units:  # others' are the optimizer's own to unscale
+                for p in states.parameters:
+                    if p.grad is not None and id(p) not in self._unscaled:
+                        self._unscaled.add(id(p))  # first: a step that is interrupted runs again
+                        p.grad.div_(scale.to(p.grad.device))
+        return True
+
+    def found(self) -> list[UnitGradients]:
+        """What the parameters have as ``.grad``, unit by unit: those that have none are left."""
+        found = []
+        for states in self._units:
+            given = [p.grad for p in states.parameters]
+            sums = [g is not None and _owns(states, i, g) for i, g in enumerate(given)]
+            others = [None if own else g for g, own in zip(given, sums, strict=True)]
+            if any(g is not None for g in given):
+                found.append(UnitGradients(states, others, sums))
+        if any(given.states.on_ssd for given in found):
+            assert self._file is not None
+            self._file.flush()  # what user code did to gradients
+        return found
+
+    def end_step(self) -> None:
+        """The gradients that come next are to be unscaled, too."""
+        self._unscaled.clear()
+
     def lend(self, wait: Callable[[], Callable[[], None] | None]) -> None:
         """Let whoever uses a ``.grad`` call `wait` (a weak method) first."""
 
@@ -73,11 +108,6 @@ class Gradients:
                 if p.grad is not None and _owns(states, i, p.grad):
                     states.lent[i].wait = call
                     p.grad = states.lent[i]
-
-    def owned(self, states: UnitStates) -> list[bool]:
-        """Of each parameter of a unit, whether its ``.grad`` is the unit's own."""
-        given = [p.grad for p in states.parameters]
-        return [g is not None and _owns(states, i, g) for i, g in enumerate(given)]
 
     def forget_dtypes(self) -> None:
         """Let parameters have gradients of their own dtype again, if they have none now."""
@@ -138,7 +168,7 @@ class Gradients:
             each, and whether it is the unit's own: for `attach`, when the unit has moved.
         """
         given = [p.grad for p in states.parameters]
-        found = list(zip(given, self.owned(states), strict=True))
+        found = [(g, g is not None and _owns(states, i, g)) for i, g in enumerate(given)]
         states.grads, states.lent = [], []
         for p in states.parameters:
             p.grad = None

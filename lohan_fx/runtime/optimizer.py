@@ -24,25 +24,9 @@ from lohan_fx._compat import FakeTensor
 from lohan_fx.errors import StepError
 from lohan_fx.runtime.initial_state import ScalarState
 from lohan_fx.runtime.native import adam, adam_cuda
-from lohan_fx.runtime.param_groups import (
-    Hyperparameters,
-    group_values,
-    places_of,
-    same_hyperparameters,
-    snapshot_hyperparameters,
-)
+from lohan_fx.runtime.param_groups import Hyperparameters, group_values, places_of
 from lohan_fx.runtime.shadow import Shadow, StateSpec, state_spec, structure_of
 from lohan_fx.runtime.supported_optimizers import sparse_refusal, supported_base
-
-__all__ = [
-    "Clip",
-    "Hyperparameters",
-    "Results",
-    "Scalars",
-    "UnitOptimizer",
-    "same_hyperparameters",
-    "snapshot_hyperparameters",
-]
 
 _CPU = torch.device("cpu")
 
@@ -224,7 +208,8 @@ class UnitOptimizer:
             state: the tensors named by `state_names(i)`, with shape, dtype, device and memory
                 order of the master; more may be there. What they hold before the first update of
                 a parameter does not matter.
-            hyperparameters: from `snapshot_hyperparameters`; None: the user's groups as they are.
+            hyperparameters: from `param_groups.snapshot_hyperparameters`; None: the user's groups
+                as they are.
             clip: what to do to gradients first.
 
         Nothing has changed after an error of these; should the arithmetic itself fail (out of

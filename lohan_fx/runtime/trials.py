@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from lohan_fx.runtime.clipping import Clipping
 from lohan_fx.runtime.flats import Flats, views_of
@@ -34,7 +33,9 @@ from lohan_fx.runtime.param_groups import (
     same_hyperparameters,
     snapshot_hyperparameters,
 )
+from lohan_fx.runtime.unit_gradients import UnitGradients
 from lohan_fx.runtime.unit_states import UnitStates
+from lohan_fx.runtime.unit_updates import UnitUpdates
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -42,18 +43,16 @@ class Trial:
     """One unit's update into its second copy.
 
     Attributes:
+        given: gradients, or sums instead.
         source, target: the states as they are, and their second copy.
-        gradients, sums: those that came last, and of which parameters there is a sum instead.
         fresh: signalled when the second copy is whole; failed if it never will be.
         ended: when nothing of it runs any more.
         scalars: the optimizer's, once it has been made.
     """
 
-    states: UnitStates
+    given: UnitGradients
     source: Flats
     target: Flats
-    gradients: Sequence[Tensor | None]
-    sums: Sequence[bool]
     fresh: Ticket = field(default_factory=Ticket)
     ended: Ticket = field(default_factory=Ticket)
     scalars: Scalars | None = None
@@ -61,6 +60,10 @@ class Trial:
     failed: bool = False
     accepted: bool = False
     dropped: bool = False
+
+    @property
+    def states(self) -> UnitStates:
+        return self.given.states
 
 
 class Trials:
@@ -70,8 +73,7 @@ class Trials:
         lanes: for labels and records.
         lane: the optimizer's thread.
         clipping: counts the steps that are redone.
-        begun, ended: the updater's lists of units that took the step, and of those whose new states
-            are complete; accepted units are added.
+        updates: which units took the step; accepted ones are added.
     """
 
     def __init__(
@@ -79,12 +81,10 @@ class Trials:
         lanes: Lanes,
         lane: RankedLane,
         clipping: Clipping,
-        begun: list[str],
-        ended: list[str],
+        updates: UnitUpdates,
     ) -> None:
         self._clipping = clipping
-        self._begun = begun
-        self._ended = ended
+        self._updates = updates
         self._lanes = lanes
         self._lane = lane
         self._quiet = Lane("acceptance")  # where no interrupt strikes
@@ -114,24 +114,13 @@ class Trials:
             self._clip = self._clipping.by_value()
             self._rank = rank
 
-    def submit(
-        self,
-        states: UnitStates,
-        gradients: Sequence[Tensor | None],
-        sums: Sequence[bool],
-        ready: Ticket,
-    ) -> None:
+    def submit(self, given: UnitGradients, ready: Ticket) -> None:
         """Update a unit, if it has a spare, when its gradients or its sums are `ready`; after what
         is urgent on the lane."""
+        states = given.states
         if not self._tries or states.spare is None or states.flats is None:
             return
-        trial = Trial(
-            states=states,
-            source=states.flats,
-            target=states.spare,
-            gradients=gradients,
-            sums=sums,
-        )
+        trial = Trial(given=given, source=states.flats, target=states.spare)
         rank = 1 + len(self._rank) + self._rank.get(states.index, 1)
         job = partial(self._run, trial, ready)
         trial.ended = self._lane.submit_ranked(job, rank, ready, (trial.fresh,))
@@ -209,7 +198,7 @@ class Trials:
             if trial.failed or not trial.begun:
                 return
             trial.accepted = True
-            self._begun.append(trial.states.unit.name)
+            self._updates.begun.append(trial.states.unit.name)
             self._accepted.append(trial)
             self._commit(trial)
         trial.states.flip()
@@ -219,7 +208,7 @@ class Trials:
         if trial.accepted and trial.scalars is not None:
             assert trial.states.optimizer is not None
             trial.states.optimizer.accept(trial.scalars)
-            self._ended.append(trial.states.unit.name)
+            self._updates.ended.append(trial.states.unit.name)
 
     def _drop(self, trial: Trial) -> None:
         with self._lock:
@@ -253,17 +242,11 @@ class Trials:
     def _update(self, trial: Trial) -> Scalars:
         states, source, target = trial.states, trial.source, trial.target
         slices = states.layout.slices
-        gradients = list(trial.gradients)
-        if any(trial.sums):
-            assert source.gradient is not None
-            totals = views_of(source.gradient, slices)
-            parts = zip(gradients, trial.sums, totals, strict=True)
-            gradients = [total if has else gradient for gradient, has, total in parts]
         assert states.optimizer is not None
         began = time.perf_counter()
         scalars = states.optimizer.try_step(
             views_of(source.master, slices),
-            gradients,
+            trial.given.chosen(source),
             states.moments(source),
             Results(
                 masters=views_of(target.master, slices),

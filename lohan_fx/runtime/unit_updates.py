@@ -1,0 +1,79 @@
+"""Updates of single units in memory, and which units took the step."""
+
+from __future__ import annotations
+
+import time
+
+from lohan_fx.runtime.clipping import Norms
+from lohan_fx.runtime.flats import Flats, views_of
+from lohan_fx.runtime.lanes import Lanes
+from lohan_fx.runtime.optimizer import Clip
+from lohan_fx.runtime.param_groups import Hyperparameters
+from lohan_fx.runtime.unit_gradients import UnitGradients
+from lohan_fx.timeline import Lane
+
+
+class UnitUpdates:
+    """Updates units as a step wants it.
+
+    Attributes:
+        hyperparameters, clip: the step's; what happens to its gradients first.
+        begun: names of the units whose update has begun.
+        ended: of those whose new states are complete, in host memory at least.
+    """
+
+    def __init__(self, lanes: Lanes, norms: Norms) -> None:
+        self._lanes = lanes
+        self._norms = norms
+        self.hyperparameters: Hyperparameters = ()
+        self.clip: Clip | None = None
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+
+    def has_begun(self, given: UnitGradients) -> bool:
+        """Whether a unit took the step, or began to."""
+        return given.states.unit.name in self.begun
+
+    def run(self, given: UnitGradients, flats: Flats) -> None:
+        """Update a unit, whose states are in `flats`."""
+        states = given.states
+        self.begun.append(states.unit.name)
+        slices = states.layout.slices
+        optimizer = states.optimizer
+        assert optimizer is not None
+        masters = views_of(flats.master, slices)
+        state = states.moments(flats)
+        recorder = self._lanes.recorder
+        on_device = states.tier == "device"
+        gradients = given.complete(flats, self._norms)
+        began_s = time.perf_counter()
+        began = recorder.mark() if recorder and on_device else began_s
+        if states.mixed:
+            optimizer.step_mixed(
+                masters,
+                gradients,
+                state,
+                views_of(flats.compute, slices),
+                hyperparameters=self.hyperparameters,
+                clip=self.clip,
+            )
+        else:
+            optimizer.step(
+                masters,
+                gradients,
+                state,
+                hyperparameters=self.hyperparameters,
+                clip=self.clip,
+            )
+        self.ended.append(states.unit.name)
+        if not on_device:
+            self._lanes.update_s += time.perf_counter() - began_s
+        if recorder is not None:
+            ended = recorder.mark() if on_device else time.perf_counter()
+            lane: Lane = "gpu" if on_device else "cpu"
+            recorder.add(lane, self._lanes.label("update", states.unit.name), began, ended)
+
+    def clear(self) -> None:
+        """No unit has taken the next step."""
+        self.begun.clear()
+        self.ended.clear()
