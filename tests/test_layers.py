@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import lohan_fx
-import lohan_fx.compiled
 
 ROOT = Path(lohan_fx.__file__).parent
 
@@ -46,14 +48,23 @@ def test_no_import_cycles() -> None:
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(MODULES)
 
 
-def test_the_modules_of_compiled_are_in_order() -> None:
-    """Each imports those above it only: so its docstring says."""
-    package = lohan_fx.compiled.__name__
-    assert lohan_fx.compiled.__doc__ is not None
-    _, table, _ = lohan_fx.compiled.__doc__.split("\n\n")
+@pytest.mark.parametrize("package", ["compiled", "runtime", "runtime.ssd", "simulate"])
+def test_the_modules_of_a_package_are_in_order(package: str) -> None:
+    """Each imports those above it only: so the package's docstring says."""
+    package = f"lohan_fx.{package}"
+    doc = importlib.import_module(package).__doc__
+    assert doc is not None
+    table = doc.split("\n\n")[1]
     order = [name for line in table.splitlines() for name in line.split("  ")[0].split(", ")]
-    inside = [module for module in MODULES if module.startswith(f"{package}.")]
-    assert sorted(order) == sorted(module.removeprefix(f"{package}.") for module in inside)
+    inside = {module: child for module in MODULES if (child := child_of(package, module))}
+    assert sorted(order) == sorted(set(inside.values()))
     for i, name in enumerate(order):
-        others = {m.removeprefix(f"{package}.") for m in imported(f"{package}.{name}") & {*inside}}
-        assert others <= set(order[:i]), name
+        own = [module for module, child in inside.items() if child == name]
+        others = {inside[m] for module in own for m in imported(module) & inside.keys()}
+        assert others <= {*order[: i + 1]}, name
+
+
+def child_of(package: str, module: str) -> str:
+    """The module or package directly in a package that has this one; "" if none has."""
+    below = module.removeprefix(f"{package}.")
+    return below.partition(".")[0] if below != module else ""
