@@ -15,6 +15,7 @@ from lohan_fx.api import LohanModule
 from lohan_fx.errors import LohanError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime.arena import Arena
+from lohan_fx.runtime.gradients import Gradients
 from lohan_fx.runtime.unit_gradients import UnitGradients
 from lohan_fx.runtime.updates import Updater
 from tests import loops
@@ -315,6 +316,30 @@ def test_grad_scaler(states: str, fused: bool | None, hw: HardwareProfile) -> No
         optimizer.zero_grad()
     assert 0 < skipped < 12
     made.lohan.close()
+
+
+def test_a_scaled_step_that_is_given_up(hw: HardwareProfile) -> None:
+    """It has divided gradients by the scale; those of the next backward are divided, too."""
+    model, inputs = make("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    made = compiled(model, optimizer, hw, states="host")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of("mlp", made(**inputs))).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Gradients, "found", _interrupts)
+        with pytest.raises(KeyboardInterrupt):
+            scaler.step(optimizer)
+    del optimizer.grad_scale  # GradScaler would multiply the next one by it
+    optimizer.zero_grad()
+    scaler.scale(loss_of("mlp", made(**inputs))).backward()
+    scaled = gradients(made)
+    scaler.step(optimizer)
+    assert all(identical(g / 1024.0, u) for g, u in zip(scaled, gradients(made), strict=True))
+    made.lohan.close()
+
+
+def _interrupts(*_: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 # -- what cannot be --------------------------------------------------------------------------------

@@ -87,8 +87,8 @@ class Gradients:
             self._file.flush()  # what user code did to gradients
         return found
 
-    def end_step(self) -> None:
-        """The gradients that come next are to be unscaled, too."""
+    def expect_scaled(self) -> None:
+        """Those that `unscale` finds next are scaled, all of them."""
         self._unscaled.clear()
 
     def lend(self, wait: Callable[[], Callable[[], None] | None]) -> None:

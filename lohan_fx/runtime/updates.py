@@ -132,6 +132,7 @@ class Updater:
         self._rank = {index: -i for i, index in enumerate(order)}  # last out is needed first
         accumulation = self._accumulation
         if accumulation.kept:
+            self._states.gradients.expect_scaled()  # also after a step that was given up
             self._states.gradients.take()
         elif not self._states.gradients.drop_zeroed():
             accumulation.count = 0
@@ -319,7 +320,7 @@ class Updater:
             self.join()
         self.pending = False
         self._accumulation.count = 0
-        self._states.gradients.end_step()
+        self._states.gradients.expect_scaled()
         if changed:
             raise StepError(
                 "the optimizer's hyperparameters were changed between backward and "
