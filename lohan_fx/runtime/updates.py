@@ -38,10 +38,11 @@ from torch import Tensor
 from lohan_fx.errors import StepError
 from lohan_fx.footprint import PAGE_BYTES
 from lohan_fx.plan import LATE, PIPELINED, WHOLE, Schedule
+from lohan_fx.runtime import sums
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.clipping import Clipping, Norms
 from lohan_fx.runtime.lanes import Lanes, RankedLane, Ticket
-from lohan_fx.runtime.native import adam
+from lohan_fx.runtime.native.adam import Addend
 from lohan_fx.runtime.optimizer import (
     Clip,
     Hyperparameters,
@@ -53,10 +54,6 @@ from lohan_fx.runtime.states import Flats, ModelStates, UnitStates, on_device, v
 from lohan_fx.runtime.trials import Trials
 from lohan_fx.runtime.waiting import Future
 from lohan_fx.timeline import Lane as Lane_
-
-_CHUNK = 2**16
-"""Elements that torch casts at a time where a sum has another dtype than what is added to it (at
-least: a thread gets no fewer than 2**15)."""
 
 _STOPPED = "an earlier update of this step failed: no further one begins"
 
@@ -752,20 +749,26 @@ class Updater:
         states = given.states
         if not states.on_ssd:
             assert states.flats is not None
-            self._add(states.flats, given)
-            self._take_norms(given, states.flats)
+            self._add_on_host(states.flats, given)
             return
         buffer = self._read_states(states)
         try:
-            flats = states.carve(buffer)
-            self._add(flats, given)
-            self._take_norms(given, flats)
+            self._add_on_host(states.carve(buffer), given)
         except BaseException:
             self._ring.release(buffer)
             raise
         label = self._lanes.label("write_gradient", states.unit.name)
         pages, num_bytes = states.gradient_range, states.unit.accumulator_bytes
         self._write(states, buffer, pages, num_bytes, label, None)
+
+    def _add_on_host(self, flats: Flats, given: _Given) -> None:
+        recorder = self._lanes.recorder
+        began = time.perf_counter()
+        self._add(flats, given)
+        self._take_norms(given, flats)
+        if recorder is not None:
+            label = self._lanes.label("add", given.states.unit.name)
+            recorder.add("cpu", label, began, time.perf_counter())
 
     def _take_norms(self, given: _Given, flats: Flats) -> None:
         if self._wants_norms:
@@ -781,13 +784,13 @@ class Updater:
         assert flats.gradient is not None
         states = given.states
         totals = views_of(flats.gradient, states.layout.slices)
+        parts = zip(totals, given.gradients, given.sums, strict=True)
+        addends = {i: Addend(t, g, not has) for i, (t, g, has) in enumerate(parts) if g is not None}
         squared = self._wants_norms and self._norms.in_passing
-        with torch.no_grad():
-            for i, (total, gradient) in enumerate(zip(totals, given.gradients, strict=True)):
-                if gradient is not None:
-                    squares = _add(total, gradient, given.sums[i], squared=squared)
-                    if squares is not None:
-                        self._norms.note(states, i, squares)
+        squares = sums.add(list(addends.values()), squared=squared)
+        for i, value in zip(addends, squares, strict=True):
+            if value is not None:
+                self._norms.note(states, i, value)
 
     @property
     def _ring(self) -> BufferRing:
@@ -915,23 +918,25 @@ class Updater:
         state = states.moments(flats)
         recorder = self._lanes.recorder
         on_device = states.tier == "device"
-        gradients = self._totals(states, flats, given)
+        totals = self._totals(states, flats, given)
         began_s = time.perf_counter()
         began = recorder.mark() if recorder and on_device else began_s
         if states.mixed:
             optimizer.step_mixed(
                 masters,
-                gradients,
+                given.gradients,
                 state,
                 views_of(flats.compute, slices),
+                sums=totals,
                 hyperparameters=self._hyperparameters,
                 clip=self._clip,
             )
         else:
             optimizer.step(
                 masters,
-                gradients,
+                given.gradients,
                 state,
+                sums=totals,
                 hyperparameters=self._hyperparameters,
                 clip=self._clip,
             )
@@ -943,46 +948,15 @@ class Updater:
             lane: Lane_ = "gpu" if on_device else "cpu"
             recorder.add(lane, self._lanes.label("update", states.unit.name), began, ended)
 
-    def _totals(self, states: UnitStates, flats: Flats, given: _Given) -> list[Tensor | None]:
-        """What the step's gradients are: those that came last, or sums."""
+    def _totals(
+        self, states: UnitStates, flats: Flats, given: _Given
+    ) -> list[Tensor | None] | None:
+        """The sums to which the gradients that came last are added; None if there are none."""
         if not any(given.sums):
-            return given.gradients
-        self._add(flats, _Given(states, _only(given.gradients, given.sums), given.sums))
+            return None
         assert flats.gradient is not None
         totals = views_of(flats.gradient, states.layout.slices)
-        parts = zip(given.gradients, given.sums, totals, strict=True)
-        return [total if has else gradient for gradient, has, total in parts]
-
-
-def _only(gradients: Sequence[Tensor | None], chosen: Sequence[bool]) -> list[Tensor | None]:
-    return [g if yes else None for g, yes in zip(gradients, chosen, strict=True)]
-
-
-def _add(total: Tensor, gradient: Tensor, has: bool, *, squared: bool = False) -> float | None:
-    """Add to a sum that there is; begin it otherwise. `squared`: returns the sum of squares of the
-    new totals, if it costs no second pass."""
-    if not has:
-        total.copy_(gradient)
-        return None
-    if total.device.type != "cpu" or total.stride() != gradient.stride():
-        total.add_(gradient)  # elsewhere than on CPUs a cast takes no memory
-        return None
-    kernel = adam.kernel()
-    if kernel is not None and squared:
-        squares = kernel.add_squared(total, gradient)
-        if squares is not None:
-            return squares
-    elif kernel is not None and kernel.add(total, gradient):
-        return None
-    if total.dtype == gradient.dtype:
-        total.add_(gradient)
-        return None
-    size = total.numel()
-    flat, other = total.as_strided((size,), (1,)), gradient.as_strided((size,), (1,))
-    step = max(_CHUNK, 2**15 * torch.get_num_threads())
-    for at in range(0, size, step):
-        flat[at : at + step].add_(other[at : at + step])
-    return None
+        return [t if has else None for t, has in zip(totals, given.sums, strict=True)]
 
 
 def _close_all(rings: Sequence[BufferRing]) -> None:
