@@ -16,9 +16,11 @@ from typing import Protocol
 import torch
 
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.plan import Schedule
 from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.op_timing import OpTimer
 from lohan_fx.runtime.recording import Recorder
+from lohan_fx.simulate.updates import update_share
 from lohan_fx.timeline import SSD_WRITES, Lane, Span, Timeline
 from lohan_fx.workload import Workload
 
@@ -113,27 +115,31 @@ class Refinement:
         if lanes.recorder is self._recorder:
             lanes.recorder = None
 
-    def measured(self, workload: Workload, hw: HardwareProfile) -> Measured | None:
+    def measured(
+        self, workload: Workload, hw: HardwareProfile, schedule: Schedule
+    ) -> Measured | None:
         """The corrected cost model; None if the user measured in these steps."""
         if self._timer is None or self._recorder is None:
             return None
         timeline = self._recorder.timeline("first steps")
         return Measured(
             workload=workload.timed(self._timer.seconds()),
-            hw=corrected(hw, timeline, workload),
+            hw=corrected(hw, timeline, workload, schedule),
         )
 
 
-def corrected(hw: HardwareProfile, timeline: Timeline, workload: Workload) -> HardwareProfile:
+def corrected(
+    hw: HardwareProfile, timeline: Timeline, workload: Workload, schedule: Schedule
+) -> HardwareProfile:
     """The profile with the rates that the lanes had. What did not run keeps its rate."""
     lanes = timeline.by_lane
     h2d = _limited(hw.h2d_bytes_per_s, _bandwidth(lanes["h2d"]))
     d2h = _limited(hw.d2h_bytes_per_s, _bandwidth(lanes["d2h"]))
     units = workload.unit_by_name
     updates = [s for s in lanes["cpu"] if s.kind == "update"]
+    work = sum(update_share(units[s.name], schedule) * units[s.name].num_params for s in updates)
     optimizer = _limited(
-        hw.cpu_optimizer_params_per_s,
-        _rate(sum(units[s.name].num_params for s in updates), sum(s.seconds for s in updates)),
+        hw.cpu_optimizer_params_per_s, _rate(work, sum(s.seconds for s in updates))
     )
     changes = {
         "h2d_bytes_per_s": h2d,

@@ -14,8 +14,6 @@ from lohan_fx.api import LohanModule
 from lohan_fx.errors import LohanError, StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SCHEDULES
-from lohan_fx.runtime import sums
-from lohan_fx.runtime.native import adam
 from lohan_fx.runtime.unit_gradients import UnitGradients
 from lohan_fx.runtime.unit_updates import UnitUpdates
 from lohan_fx.runtime.updates import Updater
@@ -399,18 +397,3 @@ def test_what_is_refused(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(StepError, match=r"optimizer\.step\(\) was not called"):
         made(**inputs)
     made.lohan.close()
-
-
-def test_without_a_compiler_torch_adds(
-    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Piece by piece, where it casts: the sums are the same."""
-    torch.manual_seed(0)
-    gradient = torch.randn(300, 401).to(torch.bfloat16)
-    for shape in (gradient, gradient.t()):
-        total = torch.randn_like(shape, dtype=torch.float32)
-        wanted = total + shape.float()
-        with monkeypatch.context() as patch:
-            patch.setattr(adam, "kernel", lambda: None)
-            sums.add(total, shape, True)
-        assert identical(total, wanted)

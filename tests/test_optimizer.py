@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lohan_fx.errors import StepError, UnsupportedOptimizerError
 from lohan_fx.runtime.initial_state import pull_initial_state, release_state
-from lohan_fx.runtime.optimizer import UnitOptimizer
+from lohan_fx.runtime.optimizer import Clip, UnitOptimizer
 from lohan_fx.runtime.param_groups import Hyperparameters, snapshot_hyperparameters
 from lohan_fx.runtime.supported_optimizers import SUPPORTED, check_supported
 
@@ -614,6 +614,52 @@ def test_mixed_precision(scratch_elements: int | None, grad_dtype: torch.dtype) 
             for a, b in zip(grads, kept, strict=True)
         )
     assert not torch.equal(compute[0], start[0])
+
+
+@pytest.mark.parametrize("clip", [None, Clip(factor=torch.tensor(0.25), limit=0.1)])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(optim.AdamW, {"fused": True}), (optim.AdamW, {"foreach": False}), (optim.SGD, {})],
+)
+def test_gradients_that_are_added_to_sums(
+    cls: Any, options: dict[str, Any], device: str, clip: Clip | None
+) -> None:
+    """As if they had been added before: in the update's own pass (fused, on a CPU), or apart. A
+    parameter may have a gradient, a sum, both, or neither."""
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(n, generator=generator).to(device)) for n in (*LARGE, 7)]
+    grads = [torch.randn(p.shape, generator=generator).to(device).bfloat16() for p in params]
+    before = [torch.randn(p.shape, generator=generator).to(device) for p in params]
+    has = [(True, True), (False, True), (True, False), (False, False)]
+    has += [(True, True)] * (len(params) - len(has))
+    found = []
+    for adds in (False, True):
+        unit = UnitOptimizer(cls(params, lr=0.01, **options), params)
+        masters = [p.detach().clone() for p in params]
+        state = [{n: torch.zeros_like(m) for n in unit.state_names()} for m in masters]
+        compute = [torch.zeros_like(m, dtype=torch.bfloat16) for m in masters]
+        late = [g.clone() if one else None for g, (one, _) in zip(grads, has, strict=True)]
+        sums = [t.clone() if two else None for t, (_, two) in zip(before, has, strict=True)]
+        if adds:
+            unit.step_mixed(masters, late, state, compute, sums=sums, clip=clip)
+        else:
+            whole = [
+                s if g is None else g.float() if s is None else s + g.float()
+                for g, s in zip(late, sums, strict=True)
+            ]
+            unit.step_mixed(masters, whole, state, compute, clip=clip)
+        found.append([*masters, *compute, *(v for views in state for v in views.values())])
+    assert all(map(equal, *found))
+    assert not torch.equal(found[0][0], params[0].detach())
+
+
+def test_sums_of_another_number_of_parameters() -> None:
+    params = new_params()
+    unit = UnitOptimizer(optim.SGD(params, lr=0.1), params)
+    masters = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match="6 gradients, 2 sums"):
+        unit.step(masters, new_grads(1), [{} for _ in params], sums=[None, None])
 
 
 def channels_last(generator: torch.Generator) -> Tensor:

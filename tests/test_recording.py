@@ -20,7 +20,7 @@ from tests.models import loss_of, make
 from tests.workloads import small_hardware
 
 
-def compiled(directory: Path, strategy: str = "swap-all") -> LohanModule:
+def compiled(directory: Path, strategy: str = "swap-all", accumulate: int = 1) -> LohanModule:
     ssd = SsdDevice(
         path=str(directory), read_bytes_per_s=1e9, write_bytes_per_s=1e9, capacity_bytes=2**30
     )
@@ -32,19 +32,21 @@ def compiled(directory: Path, strategy: str = "swap-all") -> LohanModule:
         strategy=strategy,
         states="ssd",
         swap_to="ssd",
+        accumulate=accumulate,
     )
     assert isinstance(made, LohanModule)
     return made
 
 
-def step(model: nn.Module) -> torch.Tensor:
+def step(model: nn.Module, backwards: int = 1) -> torch.Tensor:
     _, inputs = make("mlp")
     assert isinstance(model, LohanModule)
     optimizer = model.lohan.optimizer
     assert optimizer is not None
     torch.manual_seed(7)
-    loss = loss_of("mlp", model(**inputs))
-    loss.backward()
+    for _ in range(backwards):
+        loss = loss_of("mlp", model(**inputs))
+        loss.backward()
     optimizer.step()
     return loss.detach()
 
@@ -99,6 +101,21 @@ def test_the_compute_lane_has_no_overlaps(recorded: tuple[LohanModule, Timeline]
     _, timeline = recorded
     gpu = timeline.by_lane["gpu"]
     assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(gpu))
+
+
+def test_additions_of_gradients_are_recorded(tmp_path: Path) -> None:
+    model = compiled(tmp_path, accumulate=2)
+    _, inputs = make("mlp")
+    step(model, backwards=2)
+    with model.lohan.record() as recorder:
+        loss_of("mlp", model(**inputs)).backward()
+        loss_of("mlp", model(**inputs)).backward()
+        model.lohan.optimizer.step()
+    lane = recorder.timeline("recorded").by_lane["cpu"]
+    units = sorted(u.name for u in model.lohan.program().workload.units if u.trainable)
+    assert sorted(s.name for s in lane if s.kind == "add") == units
+    assert sorted(s.name for s in lane if s.kind == "update") == units
+    model.lohan.close()
 
 
 def test_nothing_is_recorded_outside_of_the_block(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.refinement import RECORDED_STEPS, corrected
+from lohan_fx.simulate import simulate
 from lohan_fx.timeline import Span, Timeline
 from lohan_fx.workload import Workload
 from tests.models import make
 from tests.training import assert_identical, cpu_hardware, eager, step, training_of
-from tests.workloads import gpt_workload, small_hardware
+from tests.workloads import budget, gpt_workload, small_hardware
 
 NUM_STEPS = 7
 
@@ -264,7 +266,7 @@ def test_rates_are_bytes_by_seconds(tmp_path: Path) -> None:
             _span("ssd", "prefetch", "z", 0, 2, ssd // 2),
         ),
     )
-    found = corrected(hw, timeline, workload)
+    found = corrected(hw, timeline, workload, "overlapped")
     assert found.h2d_bytes_per_s == second
     assert found.d2h_bytes_per_s == hw.d2h_bytes_per_s
     assert found.cpu_optimizer_params_per_s == pytest.approx(slower)
@@ -273,10 +275,33 @@ def test_rates_are_bytes_by_seconds(tmp_path: Path) -> None:
     assert found.duplex_bytes_per_s <= found.h2d_bytes_per_s + found.d2h_bytes_per_s
 
 
+def test_an_update_that_takes_up_a_sum_is_not_a_slow_one() -> None:
+    """It moves 32 bytes a parameter, not 28, in the simulator, too."""
+    hw = small_hardware()
+    workload = gpt_workload()
+    units = []
+    for unit in workload.units:
+        size = 4 * unit.num_params
+        units.append(replace(unit, state_bytes=unit.state_bytes + size, accumulator_bytes=size))
+    adding = replace(workload, units=tuple(units))
+    room, options = budget(), PlannerOptions(schedule="optimized", states="host")
+    spans = []
+    for given in (workload, adding):
+        plan = make_plan("recompute-all", given, hw, room, options)
+        spans.append(simulate(given, plan, hw).timeline.by_lane["cpu"])
+    plain, summed = (sum(s.seconds for s in each if s.kind == "update") for each in spans)
+    assert summed == pytest.approx(plain * 32 / 28)
+    timeline = Timeline(name="measured", spans=spans[1])
+    found = corrected(hw, timeline, adding, "optimized")
+    assert found.cpu_optimizer_params_per_s == pytest.approx(hw.cpu_optimizer_params_per_s)
+
+
 def test_a_rate_that_is_far_off_is_not_believed() -> None:
     hw = small_hardware()
     timeline = Timeline(name="odd", spans=(_span("d2h", "offload", "x", 0, 1e3, 2**20),))
-    assert corrected(hw, timeline, gpt_workload()).d2h_bytes_per_s == hw.d2h_bytes_per_s / 4
+    assert (
+        corrected(hw, timeline, gpt_workload(), "serial").d2h_bytes_per_s == hw.d2h_bytes_per_s / 4
+    )
 
 
 @pytest.mark.usefixtures("judged")

@@ -48,7 +48,7 @@ class Replanner:
         behind = programs.behind
         programs.sync()
         memory.states.sync_from_user(behind=behind)  # before units move
-        measured = refinement.measured(program.workload, builder.options.hw)
+        measured = refinement.measured(program.workload, builder.options.hw, program.plan.schedule)
         refinement.detach(memory.lanes)
         if measured is None:
             return program

@@ -26,6 +26,7 @@ from lohan_fx.runtime.initial_state import ScalarState
 from lohan_fx.runtime.native import adam, adam_cuda
 from lohan_fx.runtime.param_groups import Hyperparameters, group_values, places_of
 from lohan_fx.runtime.shadow import Shadow, StateSpec, state_spec, structure_of
+from lohan_fx.runtime.sums import added
 from lohan_fx.runtime.supported_optimizers import sparse_refusal, supported_base
 
 _CPU = torch.device("cpu")
@@ -196,6 +197,7 @@ class UnitOptimizer:
         grads: Sequence[Tensor | None],
         state: Sequence[Mapping[str, Tensor]],
         *,
+        sums: Sequence[Tensor | None] | None = None,
         hyperparameters: Hyperparameters | None = None,
         clip: Clip | None = None,
     ) -> None:
@@ -208,6 +210,8 @@ class UnitOptimizer:
             state: the tensors named by `state_names(i)`, with shape, dtype, device and memory
                 order of the master; more may be there. What they hold before the first update of
                 a parameter does not matter.
+            sums: of gradients before, as their masters; what `grads` has is added to them, in the
+                update's own pass where the kernel can. What they hold then is left open.
             hyperparameters: from `param_groups.snapshot_hyperparameters`; None: the user's groups
                 as they are.
             clip: what to do to gradients first.
@@ -222,7 +226,7 @@ class UnitOptimizer:
             UnsupportedOptimizerError: a gradient is sparse, or a group became one that
                 `check_supported` refuses.
         """
-        self._update(masters, grads, state, None, None, hyperparameters, clip)
+        self._update(masters, grads, sums, state, None, None, hyperparameters, clip)
 
     @torch.no_grad()
     def step_mixed(
@@ -232,6 +236,7 @@ class UnitOptimizer:
         state: Sequence[Mapping[str, Tensor]],
         compute: Sequence[Tensor | None],
         *,
+        sums: Sequence[Tensor | None] | None = None,
         scratch: Tensor | None = None,
         hyperparameters: Hyperparameters | None = None,
         clip: Clip | None = None,
@@ -239,7 +244,7 @@ class UnitOptimizer:
         """`step` for masters with compute copies: cast, update and write, chunk by chunk.
 
         Args:
-            masters, state, hyperparameters, clip: as for `step`.
+            masters, sums, state, hyperparameters, clip: as for `step`.
             grads: as for `step`, but of any floating dtype (bfloat16 for float32 masters); those
                 of another dtype than their master are not overwritten.
             compute: shape of the master, any floating dtype; gets the rounded master, also where
@@ -250,9 +255,9 @@ class UnitOptimizer:
         Raises:
             ValueError, StepError, UnsupportedOptimizerError: as `step`.
         """
-        self._update(masters, grads, state, compute, scratch, hyperparameters, clip)
-        for master, grad, copy in zip(masters, grads, compute, strict=True):
-            if copy is not None and grad is None:
+        self._update(masters, grads, sums, state, compute, scratch, hyperparameters, clip)
+        for i, (master, grad, copy) in enumerate(zip(masters, grads, compute, strict=True)):
+            if copy is not None and grad is None and (sums is None or sums[i] is None):
                 copy.copy_(master)
 
     @torch.no_grad()
@@ -280,7 +285,7 @@ class UnitOptimizer:
         before, self._scalars = self._scalars, list(self._scalars)
         try:
             self._update(
-                masters, grads, state, results.compute, None, hyperparameters, clip, results
+                masters, grads, None, state, results.compute, None, hyperparameters, clip, results
             )
             for i, grad in enumerate(grads):
                 if grad is None:
@@ -378,6 +383,7 @@ class UnitOptimizer:
         self,
         masters: Sequence[Tensor],
         grads: Sequence[Tensor | None],
+        sums: Sequence[Tensor | None] | None,
         state: Sequence[Mapping[str, Tensor]],
         compute: Sequence[Tensor | None] | None,
         scratch: Tensor | None,
@@ -387,20 +393,25 @@ class UnitOptimizer:
     ) -> None:
         clip = clip or Clip()
         copies = (None,) * len(self._params) if compute is None else compute
-        if not len(self._params) == len(masters) == len(grads) == len(state) == len(copies):
+        sums = (None,) * len(self._params) if sums is None else sums
+        given = (masters, grads, sums, state, copies)
+        if any(len(each) != len(self._params) for each in given):
             raise ValueError(
-                f"{len(masters)} masters, {len(grads)} gradients, {len(state)} states, "
-                f"{len(copies)} compute copies for {len(self._params)} parameters"
+                f"{len(masters)} masters, {len(grads)} gradients, {len(sums)} sums, {len(state)} "
+                f"states, {len(copies)} compute copies for {len(self._params)} parameters"
             )
         if not masters:
             return
         self._find_groups()
         settings = self._settings(hyperparameters, masters[0].device)
         mixed = compute is not None
+        if masters[0].device.type != "cpu":
+            grads, sums = added(grads, sums), (None,) * len(sums)
         if self._update_natively(
-            masters, grads, state, copies, settings, clip, results, mixed=mixed
+            masters, grads, sums, state, copies, settings, clip, results, mixed=mixed
         ):
             return
+        grads = added(grads, sums)
         if results is not None:
             for i, (master, views) in enumerate(zip(masters, state, strict=True)):
                 results.masters[i].copy_(master)
@@ -438,6 +449,7 @@ class UnitOptimizer:
         self,
         masters: Sequence[Tensor],
         grads: Sequence[Tensor | None],
+        sums: Sequence[Tensor | None],
         state: Sequence[Mapping[str, Tensor]],
         copies: Sequence[Tensor | None],
         settings: Mapping[int, Mapping[str, Any]],
@@ -472,7 +484,10 @@ class UnitOptimizer:
                 return False
         updates: list[adam.Update] = []
         steps: dict[int, Tensor] = {}
-        for i, (master, grad, copy) in enumerate(zip(masters, grads, copies, strict=True)):
+        for i, (master, copy) in enumerate(zip(masters, copies, strict=True)):
+            grad, total = grads[i], sums[i]
+            if grad is None:
+                grad, total = total, None
             if grad is None:
                 continue
             values = settings[self._places[i][0]]
@@ -500,6 +515,7 @@ class UnitOptimizer:
                     factor=1.0 if clip.factor is None else float(clip.factor),
                     limit=math.inf if clip.limit is None else clip.limit,
                     target=None if results is None else _target(results, i, amsgrad),
+                    sum=total,
                 )
             except KeyError:
                 return False

@@ -1,11 +1,14 @@
-"""Sums of gradients: several backwards before a step, or gradients that are the user's."""
+"""Sums of gradients: of several backwards before a step, or the user's own (`.grad`)."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lohan_fx.runtime.native import adam
+from lohan_fx.runtime.native.adam import Addend
 
 _CHUNK = 2**16
 """Elements that torch casts at a time where a sum has another dtype than what is added to it (at
@@ -13,28 +16,47 @@ least: a thread gets no fewer than 2**15)."""
 
 
 @torch.no_grad()
-def add(total: Tensor, gradient: Tensor, has: bool, *, squared: bool = False) -> float | None:
-    """Add to a sum that there is; begin it otherwise. `squared`: returns the sum of squares of the
-    new totals, if it costs no second pass."""
-    if not has:
+def add(addends: Sequence[Addend], *, squared: bool = False) -> list[float | None]:
+    """Add gradients to totals, each pair of one shape and device, of any floating dtypes.
+
+    In host memory our own kernel adds what it can, all in one call: OpenMP's threads, which torch's
+    kernels run on, would spin on cores that launch GPU kernels.
+
+    Args:
+        squared: the sums of squares of the new totals are wanted, where they cost no second pass.
+
+    Returns:
+        these sums, None where there is none.
+    """
+    kernel = adam.kernel() if any(a.total.device.type == "cpu" for a in addends) else None
+    ours = [i for i, a in enumerate(addends) if kernel and kernel.takes(a.total, a.gradient)]
+    squares: list[float | None] = [None] * len(addends)
+    if kernel is not None and ours:
+        found = kernel.add([addends[i] for i in ours], squared=squared)
+        for i, value in zip(ours if squared else (), found, strict=True):
+            squares[i] = value
+    for i in sorted(set(range(len(addends))).difference(ours)):
+        _add(*addends[i])
+    return squares
+
+
+def _add(total: Tensor, gradient: Tensor, begins: bool) -> None:
+    if begins:
         total.copy_(gradient)
-        return None
-    if total.device.type != "cpu" or total.stride() != gradient.stride():
+        return
+    alike = total.stride() == gradient.stride()
+    if total.dtype == gradient.dtype or total.device.type != "cpu" or not alike:
         total.add_(gradient)  # elsewhere than on CPUs a cast takes no memory
-        return None
-    kernel = adam.kernel()
-    if kernel is not None and squared:
-        squares = kernel.add_squared(total, gradient)
-        if squares is not None:
-            return squares
-    elif kernel is not None and kernel.add(total, gradient):
-        return None
-    if total.dtype == gradient.dtype:
-        total.add_(gradient)
-        return None
+        return
     size = total.numel()
     flat, other = total.as_strided((size,), (1,)), gradient.as_strided((size,), (1,))
     step = max(_CHUNK, 2**15 * torch.get_num_threads())
     for at in range(0, size, step):
         flat[at : at + step].add_(other[at : at + step])
-    return None
+
+
+def added(gradients: Sequence[Tensor | None], sums: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What the gradients are together with the sums that there are; these take them up."""
+    pairs = list(zip(gradients, sums, strict=True))
+    add([Addend(s, g, False) for g, s in pairs if g is not None and s is not None])
+    return [g if s is None else s for g, s in pairs]

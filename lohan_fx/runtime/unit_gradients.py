@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from lohan_fx.runtime import sums
 from lohan_fx.runtime.clipping import Norms
 from lohan_fx.runtime.flats import Flats, views_of
 from lohan_fx.runtime.lanes import Ticket
+from lohan_fx.runtime.native.adam import Addend
 from lohan_fx.runtime.unit_states import UnitStates
 
 
@@ -38,12 +38,13 @@ class UnitGradients:
         assert flats.gradient is not None
         states = self.states
         totals = views_of(flats.gradient, states.layout.slices)
+        parts = zip(totals, self.gradients, self.sums, strict=True)
+        addends = {i: Addend(t, g, not has) for i, (t, g, has) in enumerate(parts) if g is not None}
         squared = norms.wanted and norms.in_passing
-        for i, (total, gradient) in enumerate(zip(totals, self.gradients, strict=True)):
-            if gradient is not None:
-                squares = sums.add(total, gradient, self.sums[i], squared=squared)
-                if squares is not None:
-                    norms.note(states, i, squares)
+        squares = sums.add(list(addends.values()), squared=squared)
+        for i, value in zip(addends, squares, strict=True):
+            if value is not None:
+                norms.note(states, i, value)
 
     def take_norms(self, flats: Flats, norms: Norms) -> None:
         """Take the norms, if they are wanted, of what `add` has completed, where it took none."""
@@ -55,22 +56,17 @@ class UnitGradients:
                 states, flats, [has and not norms.has(states, i) for i, has in enumerate(whole)]
             )
 
-    def complete(self, flats: Flats, norms: Norms) -> list[Tensor | None]:
-        """What the step's gradients are: those that came last, or sums, which take them up."""
+    def totals(self, flats: Flats) -> list[Tensor | None] | None:
+        """The sums to which the gradients that came last are added; None if there are none."""
         if not any(self.sums):
-            return self.gradients
-        UnitGradients(self.states, _only(self.gradients, self.sums), self.sums).add(flats, norms)
-        return self.chosen(flats)
+            return None
+        assert flats.gradient is not None
+        totals = views_of(flats.gradient, self.states.layout.slices)
+        return [t if has else None for t, has in zip(totals, self.sums, strict=True)]
 
     def chosen(self, flats: Flats) -> list[Tensor | None]:
         """Of each parameter the sum, where there is one, or else what came last."""
-        if not any(self.sums):
+        totals = self.totals(flats)
+        if totals is None:
             return self.gradients
-        assert flats.gradient is not None
-        totals = views_of(flats.gradient, self.states.layout.slices)
-        parts = zip(self.gradients, self.sums, totals, strict=True)
-        return [total if has else gradient for gradient, has, total in parts]
-
-
-def _only(gradients: Sequence[Tensor | None], chosen: Sequence[bool]) -> list[Tensor | None]:
-    return [g if yes else None for g, yes in zip(gradients, chosen, strict=True)]
+        return [g if t is None else t for g, t in zip(self.gradients, totals, strict=True)]

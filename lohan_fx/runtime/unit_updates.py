@@ -1,4 +1,4 @@
-"""Updates of single units in memory, and which units took the step."""
+"""Additions to, and updates of, single units in memory; which units took the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lohan_fx.timeline import Lane
 
 
 class UnitUpdates:
-    """Updates units as a step wants it.
+    """Adds to units and updates them, as a step wants it.
 
     Attributes:
         hyperparameters, clip: the step's; what happens to its gradients first.
@@ -34,6 +34,16 @@ class UnitUpdates:
         """Whether a unit took the step, or began to."""
         return given.states.unit.name in self.begun
 
+    def add(self, given: UnitGradients, flats: Flats) -> None:
+        """Add gradients to what a unit has, which is in `flats`, in host memory."""
+        recorder = self._lanes.recorder
+        began = time.perf_counter()
+        given.add(flats, self._norms)
+        given.take_norms(flats, self._norms)
+        if recorder is not None:
+            label = self._lanes.label("add", given.states.unit.name)
+            recorder.add("cpu", label, began, time.perf_counter())
+
     def run(self, given: UnitGradients, flats: Flats) -> None:
         """Update a unit, whose states are in `flats`."""
         states = given.states
@@ -45,23 +55,25 @@ class UnitUpdates:
         state = states.moments(flats)
         recorder = self._lanes.recorder
         on_device = states.tier == "device"
-        gradients = given.complete(flats, self._norms)
+        totals = given.totals(flats)
         began_s = time.perf_counter()
         began = recorder.mark() if recorder and on_device else began_s
         if states.mixed:
             optimizer.step_mixed(
                 masters,
-                gradients,
+                given.gradients,
                 state,
                 views_of(flats.compute, slices),
+                sums=totals,
                 hyperparameters=self.hyperparameters,
                 clip=self.clip,
             )
         else:
             optimizer.step(
                 masters,
-                gradients,
+                given.gradients,
                 state,
+                sums=totals,
                 hyperparameters=self.hyperparameters,
                 clip=self.clip,
             )

@@ -600,14 +600,11 @@ class Updater:
         states = given.states
         if not states.on_ssd:
             assert states.flats is not None
-            given.add(states.flats, self._norms)
-            given.take_norms(states.flats, self._norms)
+            self._updates.add(given, states.flats)
             return
         buffer = self._pipeline.read(states)
         try:
-            flats = states.carve(buffer)
-            given.add(flats, self._norms)
-            given.take_norms(flats, self._norms)
+            self._updates.add(given, states.carve(buffer))
         except BaseException:
             self._pipeline.give_back(buffer)
             raise

@@ -16,7 +16,7 @@ from lohan_fx.footprint import (
     update_write_bytes,
 )
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import LATE, PIPELINED, WAITING, WHOLE, Plan, Tier
+from lohan_fx.plan import LATE, PIPELINED, WAITING, WHOLE, Plan, Schedule, Tier
 from lohan_fx.simulate.recorder import Label, Recorder
 from lohan_fx.simulate.transfers import Transfers
 from lohan_fx.timeline import StepPhase
@@ -24,6 +24,16 @@ from lohan_fx.workload import Unit, Workload
 
 ADD_SHARE = 10 / 28
 """Adding a gradient against an update: bf16 to fp32 moves 10 bytes a parameter, Adam 28."""
+
+
+def update_share(unit: Unit, schedule: Schedule) -> float:
+    """A unit's update against one from a bf16 gradient alone, which moves 28 bytes a parameter.
+
+    A sum is read, too; where updates wait for a step's whole gradients, it has taken up the last.
+    """
+    if not unit.accumulator_bytes:
+        return 1.0
+    return (30 if schedule in WHOLE else 32) / 28
 
 
 class Updates:
@@ -162,7 +172,7 @@ class Updates:
                 self._read(unit)
             yield self._reads.pop(unit.name)
         start = self.clock.now
-        end = start + unit.num_params / self.rate
+        end = start + update_share(unit, self.schedule) * unit.num_params / self.rate
         yield end
         self.record.add("cpu", start, end, self._label(unit, "update"))
         fresh = self._fresh.get(unit.name)

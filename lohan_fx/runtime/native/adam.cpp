@@ -2,6 +2,7 @@
 // the rounded compute copy; and sums of gradients. The update moves 28 bytes a parameter with bf16
 // gradients and copies (the floor of LoHan's cpu lane); separate casts would move 12 more. What is
 // written elsewhere than it was read goes past the caches, or it would be read first: 12 more again.
+// The last gradient of a sum is added in the update's own pass: 32 bytes, not 10 and then 30.
 //
 // The arithmetic is that of torch's fused CPU kernels, operation by operation, as its vector code
 // is compiled (multiply-adds are contracted where they are here), so that results are the same
@@ -110,6 +111,7 @@ struct Tensors {  // one parameter; mirrored by adam.py
   float* new_exp_avg;
   float* new_exp_avg_sq;
   float* new_max_exp_avg_sq;
+  const float* sum;  // null: none; else the gradient is added to it, and it stays as it is
   const void* gradient;
   void* copy;  // null: none
   int64_t size;
@@ -121,6 +123,15 @@ struct Tensors {  // one parameter; mirrored by adam.py
   int32_t decoupled;  // AdamW
   int32_t maximize;
   float factor, limit;  // of the gradient, before all else; 1 and infinity do nothing
+};
+
+struct Part {  // one parameter's gradient, to be added; mirrored by adam.py
+  float* total;
+  const void* gradient;
+  int64_t size;
+  int32_t dtype;
+  int32_t begins;  // the total begins with this gradient: what was there is not read
+  double squares;  // of the new totals, if they are asked for
 };
 
 }  // extern "C"
@@ -210,6 +221,18 @@ void clip(const Tensors& t, const float* from, float* to, int64_t n) {
   }
 }
 
+// The gradients from `at` on in float32: `from` itself, or cast into `cast`.
+const float* in_float(const void* from, int32_t dtype, int64_t at, int64_t n, float* cast) {
+  if (dtype == kFloat) return static_cast<const float*>(from) + at;
+  const uint16_t* halves = static_cast<const uint16_t*>(from) + at;
+  if (dtype == kBfloat16) {
+    for (int64_t i = 0; i < n; i++) cast[i] = from_bf16(halves[i]);
+  } else {
+    for (int64_t i = 0; i < n; i++) cast[i] = from_half(halves[i]);
+  }
+  return cast;
+}
+
 void run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int64_t begin,
                int64_t end) {
   float cast[kBlock];
@@ -224,16 +247,10 @@ void run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int
     const Update call = at < first_of_tail ? body : tail;
     const int64_t stop = at < first_of_tail && end > first_of_tail ? first_of_tail : end;
     n = stop - at < kBlock ? stop - at : kBlock;
-    const float* gradient = cast;
-    if (t.gradient_dtype == kFloat) {
-      gradient = static_cast<const float*>(t.gradient) + at;
-    } else {
-      const uint16_t* from = static_cast<const uint16_t*>(t.gradient) + at;
-      if (t.gradient_dtype == kBfloat16) {
-        for (int64_t i = 0; i < n; i++) cast[i] = from_bf16(from[i]);
-      } else {
-        for (int64_t i = 0; i < n; i++) cast[i] = from_half(from[i]);
-      }
+    const float* gradient = in_float(t.gradient, t.gradient_dtype, at, n, cast);
+    if (t.sum != nullptr) {
+      for (int64_t i = 0; i < n; i++) cast[i] = t.sum[at + i] + gradient[i];
+      gradient = cast;
     }
     if (clips) {
       clip(t, gradient, cast, n);
@@ -286,42 +303,66 @@ double squares_of(const float* x, int64_t n) {
   return rest;
 }
 
-struct Sum : Work {  // total += gradient, in pieces that threads take in turn
-  float* total;
-  const void* gradient;
-  int32_t dtype;
-  int64_t size;
-  std::vector<double> squares;  // of the new totals, a piece each; empty: not wanted
+struct Sums : Work {  // additions, in pieces that threads take in turn
+  const Part* parts;
+  bool squared;
+  std::vector<int64_t> first;   // of each part: its first piece
+  std::vector<double> squares;  // of each piece's new totals, if they are wanted
+  int64_t pieces = 0;
   std::atomic<int64_t> next{0};
 
-  Sum(float* to, const void* from, int32_t kind, int64_t n, bool squared)
-      : total(to), gradient(from), dtype(kind), size(n),
-        squares(squared ? (n + kPiece - 1) / kPiece : 0) {}
+  Sums(const Part* given, int64_t count, bool wants_squares) : parts(given), squared(wants_squares) {
+    for (int64_t i = 0; i < count; i++) {
+      first.push_back(pieces);
+      pieces += (given[i].size + kPiece - 1) / kPiece;
+    }
+    first.push_back(pieces);
+    if (squared) squares.resize(pieces);
+  }
 
-  void add(int64_t begin, int64_t end) {
-    if (dtype == kFloat) {
-      const float* from = static_cast<const float*>(gradient);
+  static void begin(const Part& part, int64_t at, int64_t n, float* cast) {
+    const float* from = in_float(part.gradient, part.dtype, at, n, cast);
+    stream(part.total + at, from, n * static_cast<int64_t>(sizeof(float)));
+  }
+
+  static void add(const Part& part, int64_t begin, int64_t end) {
+    float* total = part.total;
+    if (part.dtype == kFloat) {
+      const float* from = static_cast<const float*>(part.gradient);
       for (int64_t i = begin; i < end; i++) total[i] += from[i];
-    } else if (dtype == kBfloat16) {
-      const uint16_t* from = static_cast<const uint16_t*>(gradient);
+    } else if (part.dtype == kBfloat16) {
+      const uint16_t* from = static_cast<const uint16_t*>(part.gradient);
       for (int64_t i = begin; i < end; i++) total[i] += from_bf16(from[i]);
     } else {
-      const uint16_t* from = static_cast<const uint16_t*>(gradient);
+      const uint16_t* from = static_cast<const uint16_t*>(part.gradient);
       for (int64_t i = begin; i < end; i++) total[i] += from_half(from[i]);
     }
   }
 
   void work() override {
-    for (int64_t piece = next++; piece * kPiece < size; piece = next++) {
-      const int64_t end = (piece + 1) * kPiece < size ? (piece + 1) * kPiece : size;
+    float cast[kBlock];
+    size_t k = 0;
+    for (int64_t piece = next++; piece < pieces; piece = next++) {
+      while (first[k + 1] <= piece) k++;
+      const Part& part = parts[k];
+      const int64_t from = (piece - first[k]) * kPiece;
+      const int64_t end = from + kPiece < part.size ? from + kPiece : part.size;
       double found = 0;
-      for (int64_t at = piece * kPiece; at < end; at += kBlock) {  // squares from the L1 cache
+      for (int64_t at = from; at < end; at += kBlock) {  // squares from the L1 cache
         const int64_t stop = at + kBlock < end ? at + kBlock : end;
-        add(at, stop);
-        if (!squares.empty()) found += squares_of(total + at, stop - at);
+        if (!part.begins) {
+          add(part, at, stop);
+          if (squared) found += squares_of(part.total + at, stop - at);
+        } else {
+          begin(part, at, stop - at, cast);
+          if (squared)
+            found += squares_of(in_float(part.gradient, part.dtype, at, stop - at, cast),
+                                stop - at);
+        }
       }
-      if (!squares.empty()) squares[piece] = found;
+      if (squared) squares[piece] = found;
     }
+    end_streams();
   }
 };
 
@@ -439,16 +480,15 @@ int lohan_has_half() {
 
 void lohan_pool_delete(void* pool) { delete static_cast<Pool*>(pool); }
 
-// Adds; with `squares` that also gets the sum of squares of the new totals, the same for any number
-// of threads. Returns 0, or 1 if there was no memory for the call (nothing is changed then).
-int lohan_add(void* pool, float* total, const void* gradient, int32_t dtype, int64_t size,
-              double* squares) {
+// Adds all parts; with `squared` each gets the sum of squares of its new totals, the same for any
+// number of threads. Returns 0, or 1 if there was no memory for the call (nothing is changed then).
+int lohan_add(void* pool, Part* parts, int64_t count, int32_t squared) {
   try {
-    Sum sum(total, gradient, dtype, size, squares != nullptr);
-    static_cast<Pool*>(pool)->run(sum);
-    if (squares != nullptr) {
-      *squares = 0;
-      for (double piece : sum.squares) *squares += piece;
+    Sums sums(parts, count, squared != 0);
+    static_cast<Pool*>(pool)->run(sums);
+    for (int64_t i = 0; squared && i < count; i++) {
+      parts[i].squares = 0;
+      for (int64_t k = sums.first[i]; k < sums.first[i + 1]; k++) parts[i].squares += sums.squares[k];
     }
   } catch (...) {
     return 1;

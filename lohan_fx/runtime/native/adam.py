@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +63,7 @@ class _Tensors(ctypes.Structure):
         ("new_exp_avg", ctypes.c_void_p),
         ("new_exp_avg_sq", ctypes.c_void_p),
         ("new_max_exp_avg_sq", ctypes.c_void_p),
+        ("sum", ctypes.c_void_p),
         ("gradient", ctypes.c_void_p),
         ("copy", ctypes.c_void_p),
         ("size", ctypes.c_int64),
@@ -79,6 +81,28 @@ class _Tensors(ctypes.Structure):
         ("factor", ctypes.c_float),
         ("limit", ctypes.c_float),
     )
+
+
+class _Part(ctypes.Structure):
+    """`Part` of adam.cpp."""
+
+    _fields_ = (
+        ("total", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("begins", ctypes.c_int32),
+        ("squares", ctypes.c_double),
+    )
+
+
+class Addend(NamedTuple):
+    """A gradient and the float32 total to which it is added, in host memory; of one size, and lying
+    in memory alike, without gaps. `begins`: the total begins with it."""
+
+    total: Tensor
+    gradient: Tensor
+    begins: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +123,7 @@ class Update:
         master, exp_avg, exp_avg_sq, max_exp_avg_sq: float32; the last is None without amsgrad.
         gradient, copy: float32, bfloat16 or float16; no copy is written if it is None.
         target: None: master and states are updated in place.
+        sum: float32: the gradient is added to it first; it stays as it is. None: there is none.
         step: number of this update, from 1.
         decoupled: AdamW; else Adam.
         factor, limit: the gradient is multiplied by `factor`, then brought into [-limit, limit]
@@ -122,6 +147,7 @@ class Update:
     factor: float = 1.0
     limit: float = math.inf
     target: Target | None = None
+    sum: Tensor | None = None
 
     def supported(self) -> bool:
         """Whether the kernel can run it."""
@@ -134,6 +160,8 @@ class Update:
                 if self.target.max_exp_avg_sq is None:
                     return False
                 states.append(self.target.max_exp_avg_sq)
+        if self.sum is not None:
+            states.append(self.sum)
         others = [self.gradient] if self.copy is None else [self.gradient, self.copy]
         return (
             all(t.dtype == torch.float32 for t in states)
@@ -163,6 +191,7 @@ class Update:
             exp_avg=address(self.exp_avg),
             exp_avg_sq=address(self.exp_avg_sq),
             max_exp_avg_sq=address(self.max_exp_avg_sq),
+            sum=address(self.sum),
             gradient=address(self.gradient),
             copy=address(self.copy),
             size=self.master.numel(),
@@ -204,11 +233,9 @@ class AdamKernel:
         self._library.lohan_adam.restype = ctypes.c_int
         self._library.lohan_add.argtypes = [
             ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_int32,
+            ctypes.POINTER(_Part),
             ctypes.c_int64,
-            ctypes.POINTER(ctypes.c_double),
+            ctypes.c_int32,
         ]
         self._library.lohan_add.restype = ctypes.c_int
         self.has_half = bool(self._library.lohan_has_half())
@@ -227,35 +254,42 @@ class AdamKernel:
         if self._library.lohan_adam(self._pool, packed, len(updates)):
             raise MemoryError(f"no memory to list {len(updates)} parameters for their update")
 
-    def add(self, total: Tensor, gradient: Tensor) -> bool:
-        """Add to a float32 sum in host memory; False if the kernel cannot, and nothing is done.
-
-        Both must be of one size and lie in memory alike, without gaps.
-        """
-        return self._add(total, gradient, None)
-
-    def add_squared(self, total: Tensor, gradient: Tensor) -> float | None:
-        """`add`, and return the sum of squares of the new totals, summed in float64; None if
-        nothing is done. It takes no second pass over them, and does not depend on the number of
-        threads."""
-        squares = ctypes.c_double()
-        return squares.value if self._add(total, gradient, squares) else None
-
-    def _add(self, total: Tensor, gradient: Tensor, squares: ctypes.c_double | None) -> bool:
-        low = gradient.dtype == torch.float16 and not self.has_half
-        if total.dtype != torch.float32 or gradient.dtype not in _DTYPES or low:
-            return False
-        if total.device.type != "cpu" or gradient.device.type != "cpu":
-            return False
-        failed = self._library.lohan_add(
-            self._pool,
-            total.data_ptr(),
-            gradient.data_ptr(),
-            _DTYPES[gradient.dtype],
-            total.numel(),
-            None if squares is None else ctypes.byref(squares),
+    def takes(self, total: Tensor, gradient: Tensor) -> bool:
+        """Whether the kernel can add a gradient to a total: they lie in memory alike."""
+        return (
+            total.dtype == torch.float32
+            and gradient.dtype in _DTYPES
+            and (gradient.dtype != torch.float16 or self.has_half)
+            and total.device.type == gradient.device.type == "cpu"
+            and total.shape == gradient.shape
+            and total.stride() == gradient.stride()
         )
-        return not failed
+
+    def add(self, addends: Sequence[Addend], *, squared: bool = False) -> list[float]:
+        """Add gradients to totals, of which it `takes` all.
+
+        Returns:
+            with `squared`: of each total, the sum of squares of what it is then, in float64; the
+            same for any number of threads. It takes no second pass over them.
+
+        Raises:
+            MemoryError: no memory for the list of gradients; nothing has changed.
+        """
+        parts = (_Part * len(addends))(
+            *(
+                _Part(
+                    total=total.data_ptr(),
+                    gradient=gradient.data_ptr(),
+                    size=total.numel(),
+                    dtype=_DTYPES[gradient.dtype],
+                    begins=begins,
+                )
+                for total, gradient, begins in addends
+            )
+        )
+        if self._library.lohan_add(self._pool, parts, len(addends), squared):
+            raise MemoryError(f"no memory to list {len(addends)} gradients for their addition")
+        return [part.squares for part in parts] if squared else []
 
     def close(self) -> None:
         """Join the threads. No call may be running."""
