@@ -17,8 +17,9 @@ Schedules (LoHan §IV-C, Fig. 3):
              had to be clipped. If that was right, `optimizer.step()` goes on with those copies;
              otherwise it updates what is still there (`runtime.trials`).
 
-Where gradients add up (`Accumulation`), those of a backward that does not end the step are added to
-what the unit has, on arrival; so are those of the last, and the unit is updated by the schedule.
+Where gradients add up (`runtime.accumulation`), those of a backward that does not end the step are
+added to what the unit has, on arrival; so are those of the last, and the unit is updated by the
+schedule.
 """
 
 from __future__ import annotations
