@@ -22,6 +22,7 @@ from lohan_fx.plan import SCHEDULES
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lanes import Lane, Ticket
 from lohan_fx.runtime.ssd import Syscalls
+from lohan_fx.runtime.trials import Trials
 from lohan_fx.runtime.unit_updates import UnitUpdates
 from tests.models import loss_of, make
 from tests.training import Squeezed, identical, model_threads, remember_captures, training_of
@@ -67,6 +68,7 @@ class Delays:
             (Syscalls, "preadv"),
             (Syscalls, "pwritev"),
             (UnitUpdates, "run"),
+            (Trials, "_update"),
             (Engine, "release"),
             (Engine, "prefetch"),
             (Engine, "wait_unit"),
