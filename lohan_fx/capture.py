@@ -341,7 +341,7 @@ def _normalize(
     roles = {
         node: _input_role(node.meta.get("desc"))
         for node in source.find_nodes(op="placeholder")
-        if "val" in node.meta  # else a constant among the arguments: traced in
+        if isinstance(node.meta.get("val"), torch.Tensor)  # else a constant: traced in
     }
     flat: Any = source.output_node().args[0]
     returned = [

@@ -11,6 +11,7 @@ import pytest
 from lohan_fx.runtime.malloc import return_freed_memory
 
 # Every second of many tensors dies, as in a training step, after glibc has seen larger ones die.
+# How much it keeps of those differs from run to run, so memory is read before them.
 _PROGRAM = """
 import os, sys, torch
 from lohan_fx.runtime.malloc import return_freed_memory
@@ -20,9 +21,10 @@ def resident_bytes():
 
 if sys.argv[1] == "on":
     assert return_freed_memory()
+torch.ones(2**20)
+before = resident_bytes()
 for _ in range(4):
     torch.ones(7 * 2**20)
-before = resident_bytes()
 tensors = [torch.ones(2**20) for _ in range(64)]
 kept = tensors[1::2]
 del tensors
