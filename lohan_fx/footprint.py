@@ -87,18 +87,21 @@ def gradient_ring(
     """Host buffers that receive gradients of the units in `tier` (none for the device tier).
 
     Two buffers of the largest unit take turns, beside those of units that have their own; four
-    where gradients are added to sums, so that the thread that launches kernels stays ahead of the
-    one that adds.
+    where gradients are added to sums in host memory, so that the thread that launches kernels stays
+    ahead of the one that adds. (Sums on SSD keep both waiting for the disk.)
     """
     if tier == "device":
         return Ring()
-    sizes = [
-        align(u.compute_bytes)
+    found = [
+        u
         for u in _in_tier(units, tiers, tier)
         if u.trainable and not has_own_buffer(u, tier, schedule, direct)
     ]
-    count = max(2, min(4, len(sizes))) if schedule in WHOLE else 2
-    return Ring(count=count, num_bytes=max(sizes)) if sizes else Ring()
+    if not found:
+        return Ring()
+    adds = tier == "host" and any(u.accumulator_bytes for u in found)
+    count = max(2, min(4, len(found))) if adds else 2
+    return Ring(count=count, num_bytes=max(align(u.compute_bytes) for u in found))
 
 
 def gradient_bytes_needed(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +24,7 @@ from lohan_fx.footprint import (
     state_ring,
     unit_bytes,
 )
-from lohan_fx.plan import SCHEDULES, Tier
+from lohan_fx.plan import SCHEDULES, Schedule, Tier
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.planners.random_policy import RandomPolicy
 from lohan_fx.workload import Unit, Workload
@@ -80,6 +82,17 @@ def test_serial_has_all_gradients_at_once() -> None:
     assert host_breakdown(UNITS, where, "naive")["gradients"] == (2 * 2 + 2 * 3) * K
     assert gradient_ring(UNITS, where, "naive", "ssd") == Ring(count=2, num_bytes=3 * K)
     assert gradient_ring(UNITS, where, "naive", "device") == Ring()
+
+
+@pytest.mark.parametrize("schedule", sorted(set(SCHEDULES) - {"overlapped"}))
+def test_four_buffers_where_gradients_add_up(schedule: Schedule) -> None:
+    """In host memory, and no more than there are units (two at least)."""
+    units = [replace(UNITS[0], name=name, accumulator_bytes=K) for name in "abcde"]
+    for count, buffers in ((1, 2), (3, 3), (5, 4)):
+        given = units[:count]
+        for tier, wanted in (("host", buffers), ("ssd", 2)):
+            where: dict[str, Tier] = dict.fromkeys("abcde", tier)
+            assert gradient_ring(given, where, schedule, tier).count == wanted
 
 
 def test_ssd_units_pass_a_ring() -> None:

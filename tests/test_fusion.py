@@ -632,6 +632,15 @@ def test_aligned_products_by_themselves(shape: tuple[int, int], dtype: torch.dty
         assert found.stride(0) - columns < align.ROW_BYTES
 
 
+def test_sums_of_float16_are_not_cut() -> None:
+    """A part of a sum may be too large for it where the sum is not."""
+    a, b = torch.zeros(8, 80, dtype=torch.float16)[:, :73], torch.zeros(73, 8, dtype=torch.float16)
+    a[:, -1], b[-1] = 300.0, 300.0
+    a[:, 0], b[0] = -250.0, 250.0
+    assert torch.equal(align.aligned_mm(a, b), a @ b)
+    assert (a @ b).isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_odd_sums_are_cut_where_rows_are_aligned(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

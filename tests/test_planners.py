@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -583,21 +585,36 @@ def test_golden_plans(strategy: str, request: pytest.FixtureRequest) -> None:
     assert path.read_text(encoding="utf-8") == text
 
 
-@settings(max_examples=30, deadline=None)
-@given(seconds=st.lists(st.integers(0, 9), min_size=40, max_size=40))
-def test_the_count_of_resident_units_that_was_best_is_kept(seconds: list[int]) -> None:
-    """Whatever the counts are worth: the search narrows around the best that it has seen."""
-    workload = gpt_workload(layers=30)
-    hw, options = small_hardware(), PlannerOptions()
-    plan = make_plan("lohan", workload, hw, budget(), options)
-    tried: dict[int, int] = {}
+@settings(max_examples=60, deadline=None)
+@given(
+    layers=st.integers(26, 34),
+    seconds=st.one_of(
+        st.lists(st.integers(0, 9), min_size=40, max_size=40),
+        st.integers(0, 40).map(lambda k: [9 if i == k % 27 else math.inf for i in range(40)]),
+    ),
+)
+def test_the_count_of_resident_units_that_was_best_is_kept(
+    layers: int, seconds: list[float]
+) -> None:
+    """Whatever the counts are worth: the search narrows around the best that it has seen; and it
+    finds one that fits, if there is one."""
+    workload, plan = _of_layers(layers)
+    tried: dict[int, float] = {}
 
-    def planned(self: object, count: int) -> tuple[float, Plan]:
+    def planned(self: object, count: int) -> tuple[float, Plan] | None:
         tried[count] = seconds[count]
-        return float(seconds[count]), replace(plan, notes=(f"count {count}",))
+        if seconds[count] == math.inf:
+            return None
+        return seconds[count], replace(plan, notes=(f"count {count}",))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resident._Counts, "_plan", planned)
-        found = resident.plan_resident(workload, hw, budget(), options)
+        found = resident.plan_resident(workload, small_hardware(), budget(), PlannerOptions())
     best = int(found.notes[-1].removeprefix("count "))
     assert tried[best] == min(tried.values())
+
+
+@functools.cache
+def _of_layers(layers: int) -> tuple[Workload, Plan]:
+    workload = gpt_workload(layers=layers)
+    return workload, make_plan("lohan", workload, small_hardware(), budget(), PlannerOptions())

@@ -45,7 +45,7 @@ def aligned_mm(a: Tensor, b: Tensor) -> Tensor:
     rest, even = _depths(a, b)
     for rows, columns in _parts(a, out):
         part = out[rows, columns]
-        if rest is not None:  # first: the long sum is rounded last, and only then
+        if rest is not None:  # the short sum first: it is rounded once more than the long one
             torch.mm(a[rows, rest], b[rest, columns], out=part)
             part.addmm_(a[rows, even], b[even, columns])
         else:
@@ -86,10 +86,12 @@ def _parts(a: Tensor, out: Tensor) -> Iterator[tuple[slice, slice]]:
 
 def _depths(a: Tensor, b: Tensor) -> tuple[slice | None, slice]:
     """What of a product's sums is no multiple of the step, and what is. Nothing is cut off where
-    that would not help, for the factors' own rows are not aligned."""
+    that would not help, for the factors' own rows are not aligned; nor of float16, in which a part
+    of a sum may overflow where the sum does not."""
     step, size = _step(a), a.shape[1]
     even = size // step * step
-    if even == size or size <= 8 * step or not all(map(_is_aligned, (a, b))):
+    narrow = a.dtype == torch.float16
+    if narrow or even == size or size <= 8 * step or not all(map(_is_aligned, (a, b))):
         return None, slice(0, size)
     return slice(even, size), slice(0, even)
 
@@ -127,7 +129,7 @@ def _step(like: Tensor) -> int:
 
 def align(graph: fx.Graph, is_fusible: Callable[[fx.Node], bool]) -> int:
     """Align the large products of a captured graph, in place; needs marked roots. Returns how many
-    values have changed their layout.
+    values were padded, and products replaced.
 
     `is_fusible` says what `clusters` can fuse with the padding of its result; elsewhere padding
     would cost a pass over the matrix.

@@ -13,6 +13,7 @@ is left.)
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -49,7 +50,7 @@ class _Counts:
         if count not in self.found:
             self.found[count] = self._plan(count)
         made = self.found[count]
-        return float("inf") if made is None else made[0]
+        return math.inf if made is None else made[0]
 
     def _plan(self, count: int) -> tuple[float, Plan] | None:
         fixed: dict[str, Tier] = dict.fromkeys(self.order[:count], "device")
@@ -102,6 +103,8 @@ def plans_around(
         if around == (low, high):  # nothing is left between them
             break
         low, high = around
+    if counts.seconds(best) == math.inf:  # those that fit may lie between those that were tried
+        best = min(range(most + 1), key=counts.seconds)
     wanted = [best]
     for k in range(1, distance + 1):
         wanted += [count for count in (best + k, best - k) if 0 <= count <= most]
