@@ -17,6 +17,7 @@ import contextlib
 import io
 import operator
 import random
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,8 +102,9 @@ def save(
             dicts, lists and tuples of tensors, numbers, strings, booleans and None.
         max_shard_bytes: larger files become shards with an index.
 
-    Gradients that are added up for a step that has not ended (``accumulate=``, ``"kept"``) are not
-    saved: save after ``optimizer.step()``.
+    Gradients that are added up for a step that has not ended are not saved: save after
+    ``optimizer.step()``. With ``accumulate=`` (or ``forwards=``) a UserWarning says how many
+    backwards are left out; what is in ``.grad`` with ``gradients="kept"`` is yours to save.
 
     Raises:
         StepError: units were updated since backward began, or after a step that failed halfway.
@@ -151,6 +153,7 @@ def save(
             files.append(TextFile("config.json", config()))
         description["files"] = [file.name for file in files]
         memory = None if compiled is None else compiled.memory
+        _warn_of_sums(compiled, optimizer)
         write_directory(
             target,
             [*files, _DescriptionFile(description, files)],
@@ -310,6 +313,23 @@ def _chosen(
         name = getattr(optimizer, "__name__", type(optimizer).__name__)
         raise LohanError(f"optimizer={name}: use None, False or a torch.optim.Optimizer")
     return optimizer or None
+
+
+def _warn_of_sums(compiled: CompiledModel | None, optimizer: Optimizer | None) -> None:
+    """Say that a run that goes on from this checkpoint will lack gradients that were added up."""
+    states = compiled.optimizer_states if compiled is not None else None
+    if compiled is None or states is None or optimizer is not compiled.optimizer:
+        return  # no run goes on from weights alone
+    count = states.unsaved_backwards
+    if count:
+        backwards = "1 backward" if count == 1 else f"{count} backwards"
+        warnings.warn(
+            f"lohan_fx.save in the middle of a step: the checkpoint lacks {backwards}, whose "
+            "gradients were added up for the next optimizer.step(). Save right after "
+            "optimizer.step(), or run the whole step again when you go on from here",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 @contextlib.contextmanager

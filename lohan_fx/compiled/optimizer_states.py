@@ -31,6 +31,18 @@ class OptimizerStates:
         self._programs = programs
         self._integrity = integrity
 
+    @property
+    def unsaved_backwards(self) -> int:
+        """Backwards whose gradients wait for more before optimizer.step(): no checkpoint has them.
+
+        Backwards of several forwards that wait at once (`forwards=`) count as one. 0 with
+        gradients="kept": what is in ``.grad`` is the user's, and nobody saves it in plain PyTorch.
+        """
+        memory, accumulation = self._programs.memory, self._accumulation
+        if memory is None or accumulation.kept or not memory.states.holds_sums():
+            return 0
+        return max(accumulation.count, 1)
+
     def lend(self) -> None:
         """Let the optimizer have its states while it makes its state_dict().
 
