@@ -23,7 +23,7 @@ from lohan_fx.runtime.lanes import close_elsewhere
 from lohan_fx.runtime.ssd import Syscalls
 from lohan_fx.runtime.updates import Updater
 from tests.models import make
-from tests.test_refinement import Turns, _Judged
+from tests.test_refinement import Turns
 from tests.training import remember_captures, training_of
 
 
@@ -101,8 +101,8 @@ def test_units_that_move_take_along_what_was_written(
     seconds = {"swap-all": 2.0, "keep-all": 1.0}
     monkeypatch.setattr(
         lohan_fx.compiled.replanning,
-        "simulate",
-        lambda _, plan, __: _Judged(seconds[plan.strategy]),
+        "step_seconds",
+        lambda _, plan, __: seconds[plan.strategy],
     )
 
     def run(refine: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
