@@ -129,22 +129,35 @@ def test_replaced_layers_and_foreign_optimizers_are_refused(tmp_path: Path) -> N
     model, optimizer = compiled(tmp_path)
     train(model, optimizer, 1)
     model[1] = Block()
-    with pytest.raises(StepError, match=r"1\.up\.weight is another tensor .*close\(\)"):
-        train(model, optimizer, 1)
+    for rows in (64, 32):  # a program is there, or would be made
+        with pytest.raises(StepError, match=r"1\.up\.weight is another tensor .*close\(\)"):
+            model(torch.ones(rows, 64))
     model.lohan.close()
     _, foreign = make()
     with pytest.raises(LohanError, match="no parameter of the Sequential is in the optimizer"):
         lohan_fx.compile(make()[0], hw=cpu_hardware(tmp_path), optimizer=foreign)
 
 
-def test_writes_beside_running_updates_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["same", "another shape", "evaluation", "prepare"])
+def test_writes_beside_running_updates_are_refused(call: str, tmp_path: Path) -> None:
+    """Also by a call that would make a program first, and wait for the updates with that."""
     model, optimizer = compiled(tmp_path, schedule="overlapped", states="host")
     train(model, optimizer, 1)
     with torch.no_grad():
         next(iter(optimizer.param_groups[0]["params"])).zero_()
-    with pytest.raises(StepError, match=r"written while updates .*sync"):
-        train(model, optimizer, 1)
+    other = torch.ones(32, 64)
+    calls = {
+        "same": lambda: train(model, optimizer, 1),
+        "another shape": lambda: model(other),
+        "evaluation": torch.no_grad()(lambda: model(other)),
+        "prepare": lambda: model.lohan.prepare(other),
+    }
+    for _ in range(2):  # until it is mended
+        with pytest.raises(StepError, match=r"written while updates .*sync"):
+            calls[call]()
+    assert len(model.lohan.programs) == 1
     model.lohan.sync()
+    calls[call]()
     train(model, optimizer, 1)
     model.lohan.close()
 

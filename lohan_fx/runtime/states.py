@@ -504,7 +504,7 @@ class ModelStates:
         counter, replaced memory (``p.data = …``) by its address.
 
         Args:
-            behind: updates of the last step may still run, or may have run since the write.
+            behind: updates of the last step may still run.
 
         Raises:
             StepError: something was written, and `behind`.
