@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rich.table import Table
 
+from lohan_fx.arguments import path_of
 from lohan_fx.bounds import Bound, step_bound
 from lohan_fx.errors import HardwareError, LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
@@ -25,10 +26,13 @@ from lohan_fx.planners import PlannerOptions
 from lohan_fx.planners.pareto import lower_bound
 from lohan_fx.planners.prediction import predicted_time
 from lohan_fx.program import Program, lower
+from lohan_fx.reading import Reader, json_of
 from lohan_fx.report import footprint_parts, memory_table, plan_table, render, short_bytes
 from lohan_fx.simulate import Simulation, simulate
 from lohan_fx.timeline import PHASES, save_trace
 from lohan_fx.workload import Op, Unit, Value, Workload
+
+T = TypeVar("T")
 
 SearchKind = Literal["max-batch", "max-model"]
 
@@ -206,7 +210,10 @@ class Planned:
     def save(self, path: str | Path) -> None:
         """Write a plan file, with workload, machine and budget in it."""
         data = {**self.plan.to_dict(), "planned": self._made_from()}
-        Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
+        try:
+            path_of("path", path).write_text(json.dumps(data) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"cannot write {path}: {error.strerror}; name a file") from error
 
     def _made_from(self) -> dict[str, Any]:
         return {
@@ -230,7 +237,12 @@ class Planned:
             PlanError: the file is something else: a plan alone has no workload to simulate.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json_of(path_of("path", path))
+        except OSError as error:
+            raise PlanError(
+                f"cannot read the plan {path}: {error.strerror}; name a file that Planned.save or "
+                "lohan-fx plan --out wrote"
+            ) from error
         except ValueError as error:
             raise PlanError(f"{path} is no JSON file: {error}") from error
         made = data.get("planned") if isinstance(data, Mapping) else None
@@ -240,29 +252,50 @@ class Planned:
                 "that can be simulated (Plan.save writes the decisions alone)"
             )
         try:
+            parts = _READER.read(_MadeFrom, made, "planned")
             found = cls(
                 plan=Plan.from_dict(data),
-                workload=workload_from_dict(made["workload"]),
-                hw=HardwareProfile.from_dict(made["hardware"]),
-                budget=MemoryBudget(**made["budget"]),
-                **{
-                    key: made[key]
-                    for key in ("model", "batch", "num_items", "items", "compute_dtype", "traced")
-                },
+                workload=workload_from_dict(parts.workload),
+                hw=HardwareProfile.from_dict(parts.hardware),
+                **{key: getattr(parts, key) for key in _MADE_FROM_AS_IT_IS},
             )
-            found._check_types()
-        except (HardwareError, PlanError) as error:
+            _ = found.program  # what the plan says of the workload fits, too
+        except LohanError as error:
             raise PlanError(f"{path}: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"{path} is incomplete ({error!r}): save it again") from error
+        except (KeyError, IndexError, StopIteration, ValueError) as error:
+            raise PlanError(
+                f"{path} has a workload that contradicts itself ({error!r}): plan it again"
+            ) from error
         return found
 
-    def _check_types(self) -> None:
-        for name in ("model", "items", "compute_dtype", "traced"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(f"{name} is no text")
-        if not isinstance(self.num_items, int) or not isinstance(self.batch, int | None):
-            raise TypeError("batch and num_items are no whole numbers")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MadeFrom:
+    """The entry "planned" of a plan file."""
+
+    format: int
+    model: str
+    batch: int | None
+    num_items: int
+    items: str
+    compute_dtype: str
+    traced: str
+    hardware: Mapping[str, Any]
+    budget: MemoryBudget
+    workload: Mapping[str, Any]
+
+
+_MADE_FROM_AS_IT_IS = (
+    "model",
+    "batch",
+    "num_items",
+    "items",
+    "compute_dtype",
+    "traced",
+    "budget",
+)
+
+_READER = Reader(what="the plan file", error=PlanError)
 
 
 def hardware(hw: HardwareProfile | str | Path) -> HardwareProfile:
@@ -384,26 +417,48 @@ def workload_to_dict(workload: Workload) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """What `workload_to_dict` makes."""
+
+    name: str
+    num_tokens: int
+    op_fields: tuple[str, ...]
+    ops: tuple[tuple[Any, ...], ...]
+    value_fields: tuple[str, ...]
+    values: tuple[tuple[Any, ...], ...]
+    unit_fields: tuple[str, ...]
+    units: tuple[tuple[Any, ...], ...]
+
+
 def workload_from_dict(data: Mapping[str, Any]) -> Workload:
     """The inverse of `workload_to_dict`.
 
     Raises:
-        LohanError: the rows have other fields than this version of lohan_fx.
+        PlanError: something is missing or of another kind, or the rows have other fields than this
+            version of lohan_fx.
+        ValueError: ops name values that are not there.
     """
-    for key, fields in (("op_fields", _OP), ("value_fields", _VALUE), ("unit_fields", _UNIT)):
-        if tuple(data[key]) != fields:
-            raise LohanError(f"{key} of the workload are not this version's: plan it again")
+    at = "planned.workload"
+    rows = _READER.read(_Rows, data, at)
+    known = {"op_fields": _OP, "value_fields": _VALUE, "unit_fields": _UNIT}
+    for key, names in known.items():
+        if getattr(rows, key) != names:
+            raise PlanError(f"{key} of the workload are not this version's: plan it again")
 
-    def row(fields: Sequence[str], cells: Sequence[Any]) -> dict[str, Any]:
-        return {
-            f: tuple(c) if isinstance(c, list) else c for f, c in zip(fields, cells, strict=True)
-        }
+    def made(kind: type[T], names: Sequence[str], what: str) -> tuple[T, ...]:
+        found = []
+        for i, cells in enumerate(getattr(rows, what)):
+            if len(cells) != len(names):
+                raise _READER.wrong(f"{at}.{what}[{i}]", cells, f"a list of {len(names)}")
+            cell_of = dict(zip(names, cells, strict=True))
+            found.append(_READER.read(kind, cell_of, f"{at}.{what}[{i}]"))
+        return tuple(found)
 
-    values = [Value(**row(_VALUE, cells)) for cells in data["values"]]
     return Workload(
-        name=data["name"],
-        ops=tuple(Op(**row(_OP, cells)) for cells in data["ops"]),
-        values={v.name: v for v in values},
-        units=tuple(Unit(**row(_UNIT, cells)) for cells in data["units"]),
-        num_tokens=data["num_tokens"],
+        name=rows.name,
+        ops=made(Op, _OP, "ops"),
+        values={v.name: v for v in made(Value, _VALUE, "values")},
+        units=made(Unit, _UNIT, "units"),
+        num_tokens=rows.num_tokens,
     )

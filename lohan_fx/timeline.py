@@ -16,7 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from lohan_fx.arguments import path_of
 from lohan_fx.errors import LohanError, format_bytes
+from lohan_fx.reading import json_of
 
 Lane = Literal["gpu", "h2d", "d2h", "ssd", "cpu"]
 StepPhase = Literal["forward", "backward", "optimizer"]
@@ -423,7 +425,10 @@ def dump_trace(timelines: Timeline | Sequence[Timeline]) -> str:
 
 def save_trace(path: str | Path, timelines: Timeline | Sequence[Timeline]) -> None:
     """Write one timeline, or several side by side, to a file that Perfetto opens."""
-    Path(path).write_text(dump_trace(timelines), encoding="utf-8")
+    try:
+        path_of("path", path).write_text(dump_trace(timelines), encoding="utf-8")
+    except OSError as error:
+        raise LohanError(f"cannot write {path}: {error.strerror}; name a file") from error
 
 
 def load_trace(path: str | Path) -> tuple[Timeline, ...]:
@@ -433,8 +438,10 @@ def load_trace(path: str | Path) -> tuple[Timeline, ...]:
         LohanError: it is another file.
     """
     try:
-        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        events = json_of(path_of("path", path))["traceEvents"]
         return tuple(_timeline([e for e in events if e["pid"] == pid]) for pid in _pids(events))
+    except OSError as error:
+        raise LohanError(f"cannot read {path}: {error.strerror}; name a trace") from error
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise LohanError(f"{path} is no trace that save_trace wrote ({error!r})") from error
 

@@ -209,7 +209,11 @@ def test_the_profile_keeps_its_own_copy_of_the_rates() -> None:
 rate = st.floats(min_value=1e-3, max_value=1e18)
 size = st.integers(1, 2**60)
 ssd_devices = st.builds(
-    SsdDevice, path=st.text(), read_bytes_per_s=rate, write_bytes_per_s=rate, capacity_bytes=size
+    SsdDevice,
+    path=st.text(min_size=1).map(lambda text: text.replace("\0", "0")),
+    read_bytes_per_s=rate,
+    write_bytes_per_s=rate,
+    capacity_bytes=size,
 )
 
 
