@@ -30,7 +30,7 @@ from lohan_fx.reading import Reader, json_of
 from lohan_fx.report import footprint_parts, memory_table, plan_table, render, short_bytes
 from lohan_fx.simulate import Simulation, simulate
 from lohan_fx.timeline import PHASES, save_trace
-from lohan_fx.workload import Op, Unit, Value, Workload
+from lohan_fx.workload import MODEL_INPUT_KINDS, Op, Unit, Value, Workload
 
 T = TypeVar("T")
 
@@ -437,7 +437,7 @@ def workload_from_dict(data: Mapping[str, Any]) -> Workload:
     Raises:
         PlanError: something is missing or of another kind, or the rows have other fields than this
             version of lohan_fx.
-        ValueError: ops name values that are not there.
+        ValueError: it contradicts itself: an op reads what no op before it makes.
     """
     at = "planned.workload"
     rows = _READER.read(_Rows, data, at)
@@ -455,10 +455,30 @@ def workload_from_dict(data: Mapping[str, Any]) -> Workload:
             found.append(_READER.read(kind, cell_of, f"{at}.{what}[{i}]"))
         return tuple(found)
 
-    return Workload(
+    workload = Workload(
         name=rows.name,
         ops=made(Op, _OP, "ops"),
         values={v.name: v for v in made(Value, _VALUE, "values")},
         units=made(Unit, _UNIT, "units"),
         num_tokens=rows.num_tokens,
     )
+    _check_names(workload)
+    return workload
+
+
+def _check_names(workload: Workload) -> None:
+    """See that what is named is there when it is needed; that ops name known values is checked."""
+    values = workload.values.values()
+    there = {v.name for v in values if v.kind in MODEL_INPUT_KINDS}
+    for op in workload.ops:
+        early = [name for name in op.reads if name not in there]
+        if early:
+            raise ValueError(f"op {op.name} reads {early[0]} before an op makes it")
+        there.update(op.writes)
+    for v in values:
+        if v.unit is not None and v.unit not in workload.unit_by_name:
+            raise ValueError(f"value {v.name} is of unit {v.unit}, which is not there")
+    for unit in workload.units:
+        lost = [name for name in unit.gradients if name not in workload.producer]
+        if lost:
+            raise ValueError(f"no op makes gradient {lost[0]} of unit {unit.name}")

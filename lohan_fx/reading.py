@@ -23,17 +23,50 @@ _LIMIT = 10**30
 """No count of bytes, FLOPs or seconds comes near it, and every float can hold what is below."""
 
 
+_MAX_DEPTH = 200
+"""Lists and objects within each other: what reads them may call itself for each."""
+
+
 def json_of(file: Path) -> Any:
     """What a JSON file holds.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no JSON.
+        ValueError: it is no JSON, or nested too deeply.
+    """
+    return json_in(file.read_bytes())
+
+
+def json_in(text: bytes) -> Any:
+    """What JSON in UTF-8 holds.
+
+    Raises:
+        ValueError: it is none, or nested too deeply.
     """
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(text.decode())
     except RecursionError:
-        raise ValueError("its values are nested too deeply") from None
+        raise ValueError(_TOO_DEEP) from None
+    check_depth(found)
+    return found
+
+
+def check_depth(value: Any) -> None:
+    """Raise ValueError if lists and objects are nested more deeply than a file may have them."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise ValueError(_TOO_DEEP)
+
+
+_TOO_DEEP = f"its values are nested more than {_MAX_DEPTH} deep"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +88,7 @@ class Reader:
 
         Args:
             kind: a dataclass, str, bool, int or float (neither is negative), Any, Literal[…],
-                tuple[…, ...], Mapping[str, …], or one of these or None.
+                tuple[…, ...], dict or Mapping[str, …], or one of these or None.
             value: what the JSON has there.
             at: its place in the file.
 
@@ -83,7 +116,7 @@ class Reader:
             if not isinstance(value, list | tuple):
                 raise self.wrong(at, value, "a list")
             return tuple(self._read(args[0], v, f"{at}[{i}]") for i, v in enumerate(value))
-        if origin is Mapping:
+        if origin in (Mapping, dict):
             return {
                 k: self._read(args[1], v, f"{at}[{k!r}]") for k, v in self._named(value, at).items()
             }
@@ -128,7 +161,7 @@ class Reader:
 def _form_of(kind: Any) -> tuple[Any, tuple[Any, ...]]:
     """What an annotation is made of; None and nothing if it is a class."""
     origin = get_origin(kind)
-    assert origin in (None, Literal, tuple, Mapping, Union, types.UnionType), kind
+    assert origin in (None, Literal, tuple, dict, Mapping, Union, types.UnionType), kind
     return origin, get_args(kind)
 
 

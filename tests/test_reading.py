@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from lohan_fx.errors import HardwareError, LohanError, PlanError
+import lohan_fx
+from lohan_fx.errors import CheckpointError, HardwareError, LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan
 from lohan_fx.planned import Planned
@@ -97,7 +100,7 @@ def test_all_of_it_may_be_wrong(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="the file lacks 'flags'"):  # a default is no leave
         READER.read(Outer, {k: v for k, v in GOOD.items() if k != "flags"})
     (tmp_path / "deep.json").write_text("[" * 10**5)
-    with pytest.raises(ValueError, match="nested too deeply"):
+    with pytest.raises(ValueError, match="nested more than 200 deep"):
         json_of(tmp_path / "deep.json")
 
 
@@ -248,3 +251,120 @@ def test_a_swap_to_the_device_is_refused(tmp_path: Path) -> None:
     data["residuals"][name]["tier"] = "device"
     with pytest.raises(PlanError, match=f"residual {name} is swapped to the device"):
         simulate(WORKLOAD, Plan.from_dict(data), HW)
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def optimized(hw: HardwareProfile | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with states; compiled, if there is a machine for it."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if hw is not None:
+        model = lohan_fx.compile(model, hw=hw, optimizer=optimizer)
+        return model, optimizer
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def described(directory: Path) -> Path:
+    """A checkpoint without checksums, as an edited one has none."""
+    model, optimizer = optimized()
+    extra = {"a": {1: [torch.ones(2), torch.tensor(3)], "b": (1, None)}}
+    path = lohan_fx.save(model, directory, optimizer=optimizer, step=1, extra=extra)
+    file = path / "checkpoint.json"
+    found = json.loads(file.read_text())
+    del found["checksum"], found["checksums"]
+    file.write_text(json.dumps(found))
+    return file
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_damaged_description_of_a_checkpoint(
+    compiled: bool, tmp_path: Path, hw: HardwareProfile
+) -> None:
+    """It changes nothing, or all of it is loaded."""
+    file = described(tmp_path / "c")
+
+    @settings(max_examples=100, deadline=None)
+    @given(text=damaged(json.loads(file.read_text())))
+    def check(text: str) -> None:
+        file.write_text(text)
+        model, optimizer = optimized(hw if compiled else None)
+        weight = model.weight.detach().clone()
+        try:
+            lohan_fx.load(model, file.parent, optimizer=optimizer)
+        except CheckpointError as error:
+            assert str(file.parent) in str(error)
+            changed = not torch.equal(model.weight, weight)
+            assert not changed or "has been loaded" in str(error)  # in part, or all but generators
+        else:
+            assert not torch.equal(model.weight, weight)
+        if compiled:
+            model.lohan.close()  # type: ignore[union-attr, operator]
+
+    check()
+
+
+def _entry(found: Any) -> Any:
+    return found["optimizer"]["states"]["weight"]
+
+
+def _groups(found: Any) -> Any:
+    return found["optimizer"]["groups"][0]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d.update(optimizer=5), "optimizer is 5, not a JSON object"),
+        (lambda d: d["optimizer"].pop("groups"), "optimizer.groups is None, not a list"),
+        (lambda d: _groups(d).update(params=[1]), r"groups\[0\]\.params\[0\] is 1, not a text"),
+        (lambda d: _groups(d)["values"].update(lr="1"), r"groups\[0\]\.values\.lr is '1', and Ad"),
+        (lambda d: _groups(d)["values"].update(betas=1), r"values\.betas is 1, and AdamW has \("),
+        (lambda d: _entry(d).update(step="1"), "optimizer.states has '1' as step of weight"),
+        (lambda d: _entry(d).update(exp_avg=1), "optimizer.states has 1 as exp_avg of weight"),
+        (
+            lambda d: _entry(d).update(exp_avg={"$tensor": "bias.exp_avg"}),
+            r"exp_avg of weight in .* is \(4,\) float32, the parameter \(4, 4\) float32",
+        ),
+        (
+            lambda d: _entry(d).update(step={"$scalar": ["F99", 1]}),
+            r"states\.weight\.step is damaged",
+        ),
+        (
+            lambda d: d["optimizer"].update(masters={"bias": "weight.exp_avg"}),
+            r"weight\.exp_avg in .* is \(4, 4\) float32, the parameter \(4,\) float32",
+        ),
+        (
+            lambda d: d["optimizer"].update(masters={"no": "weight.exp_avg"}),
+            "optimizer.masters has no, which the model lacks",
+        ),
+        (lambda d: d.update(checksums={"model.safetensors": 1}), r"checksums\['model.*'\] is 1"),
+    ],
+)
+def test_fields_of_a_checkpoint_are_named(
+    edit: Any, message: str, tmp_path: Path, hw: HardwareProfile
+) -> None:
+    file = described(tmp_path / "c")
+    found = json.loads(file.read_text())
+    edit(found)
+    file.write_text(json.dumps(found))
+    model, _ = optimized(hw)
+    with pytest.raises(CheckpointError, match=message) as error:
+        lohan_fx.load(model, file.parent)
+    assert str(file.parent) in str(error.value)
+    model.lohan.close()  # type: ignore[union-attr, operator]
+
+
+def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(150):
+        deep = (deep,)
+    itself: dict[str, Any] = {}
+    itself["self"] = itself
+    for extra in ({"deep": deep}, itself):
+        with pytest.raises(LohanError, match="extra= is nested too deeply"):
+            lohan_fx.save(nn.Linear(2, 2), tmp_path / "c", extra=extra)
+    assert not (tmp_path / "c").exists()
