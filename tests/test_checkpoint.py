@@ -707,6 +707,28 @@ def test_a_flipped_bit_is_found(name: str, kind: str, tmp_path: Path) -> None:
     other.close()
 
 
+def test_damaged_states_that_wait_for_memory_are_not_forgotten(tmp_path: Path) -> None:
+    """Whoever asks for them is refused, again and again; they do not begin as zeros."""
+    run = started()
+    run.train(1)
+    run.save(tmp_path / "c")
+    _flipped("optimizer.safetensors", -40)(tmp_path / "c")
+    other = started(tmp_path, seed=7, **HOST)
+    other.load(tmp_path / "c")
+    asks: list[Callable[[], Any]] = [
+        other.optimizer.state_dict,
+        lambda: other.save(tmp_path / "d"),
+        other.train,
+        other.optimizer.state_dict,
+    ]
+    for ask in asks:
+        with pytest.raises(CheckpointError, match=r"optimizer\.safetensors is damaged: tensor"):
+            ask()
+    lohan_fx.load(other.model, tmp_path / "c", verify=False)
+    other.train()
+    other.close()
+
+
 @pytest.mark.parametrize("size", [5 << 30, 4096])
 def test_every_bit_of_a_checkpoint_counts(size: int, tmp_path: Path) -> None:
     run = started()

@@ -176,6 +176,34 @@ def test_states_in_the_middle_of_a_step_are_refused(schedule: Any, tmp_path: Pat
     model.lohan.close()
 
 
+@pytest.mark.parametrize("ran", [False, True])
+def test_states_that_do_not_fit_are_refused_when_they_are_loaded(ran: bool, tmp_path: Path) -> None:
+    """Not at the first forward, nor when some units have theirs already."""
+    plain, its = make()
+    train(plain, its, 2)
+    weights, state = saved(plain, its)
+    model, optimizer = compiled(tmp_path)
+    if ran:
+        train(model, optimizer, 1)
+        before = saved(model, optimizer)
+    last = max(state["state"])
+    for key, wrong, message in (
+        ("exp_avg", torch.ones(5), r"state exp_avg of 2\.down\.bias has shape \(5,\), the .*\(64,"),
+        ("max_exp_avg_sq", None, r"has for 2\.down\.bias lacks max_exp_avg_sq"),
+    ):
+        broken = copy.deepcopy(state)
+        broken["state"][last][key] = wrong
+        with pytest.raises(StepError, match=message):
+            optimizer.load_state_dict(broken)
+    if ran:
+        after = saved(model, optimizer)
+        assert str(after) == str(before)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert train(model, optimizer, 2) == train(plain, its, 2)
+    model.lohan.close()
+
+
 def test_a_step_without_backward_leaves_nothing_behind(tmp_path: Path) -> None:
     model, optimizer = compiled(tmp_path, schedule="overlapped", states="host")
     train(model, optimizer, 1)
