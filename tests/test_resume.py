@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lohan_fx
 from lohan_fx.errors import LohanError, StepError
@@ -174,6 +175,43 @@ def test_states_in_the_middle_of_a_step_are_refused(schedule: Any, tmp_path: Pat
     optimizer.step()
     assert len(optimizer.state_dict()["state"]) == len(state["state"])
     model.lohan.close()
+
+
+@pytest.mark.parametrize("schedule", ["serial", "overlapped", "deferred"])
+@pytest.mark.parametrize("states", ["device", "host", "ssd"])
+def test_averages_of_weights(states: Any, schedule: Any, tmp_path: Path) -> None:
+    """EMA and SWA of torch.optim.swa_utils, made of the model before it is compiled; asking for its
+    parameters waits for late updates."""
+
+    def averaged(model: nn.Module) -> list[AveragedModel]:
+        return [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)), AveragedModel(model)]
+
+    def run(model: nn.Module, optimizer: Any, averages: list[AveragedModel]) -> list[Tensor]:
+        for _ in range(3):
+            train(model, optimizer, 1)
+            for average in averages:
+                average.update_parameters(model)
+        x = torch.linspace(0, 1, 64 * 64).view(64, 64)
+        return [*(p.detach() for a in averages for p in a.parameters()), *(a(x) for a in averages)]
+
+    plain, its = make()
+    wanted = run(plain, its, averaged(plain))
+    model, optimizer = make()
+    averages = averaged(model)
+    made: Any = lohan_fx.compile(
+        model,
+        hw=cpu_hardware(tmp_path),
+        optimizer=optimizer,
+        strategy="swap-all",
+        memory=BUDGET,
+        states=states,
+        schedule=schedule,
+    )
+    found = run(made, optimizer, averages)
+    assert all(map(torch.equal, found, wanted))
+    with pytest.raises(LohanError, match="copy the model before lohan_fx"):
+        AveragedModel(made)
+    made.lohan.close()
 
 
 @pytest.mark.parametrize("ran", [False, True])
