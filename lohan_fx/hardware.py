@@ -59,6 +59,11 @@ def parse_bytes(size: int | str) -> int:
     return int(Fraction(match[1]) * _UNIT_BYTES[match[2].lower()])
 
 
+def lane_name(lane: str, kind: DeviceKind) -> str:
+    """What people are told of a lane: on a CPU, "gpu", on which ops run, is "compute"."""
+    return "compute" if lane == "gpu" and kind == "cpu" else lane
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdDevice:
     """One directory on an SSD: its rates when it works alone, and its free bytes.
@@ -187,6 +192,10 @@ class HardwareProfile:
         sibling = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, dtype)
         rates = self.matmul_flops_per_s
         return rates.get(dtype, rates.get(sibling, self.block_flops_per_s))
+
+    def lane_name(self, lane: str) -> str:
+        """What reports call a lane; see `lane_name`."""
+        return lane_name(lane, self.device_kind)
 
     @property
     def ssd_bytes(self) -> int:

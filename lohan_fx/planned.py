@@ -337,7 +337,7 @@ def step_table(planned: Sequence[Planned]) -> Table:
         ("time", lambda p: seconds_text(p.step_s)),
         *((f"  {phase}", _phase_text(phase)) for phase in PHASES),
         ("  device waits for transfers", lambda p: seconds_text(p.simulation.exposed_transfer_s)),
-        ("  its busiest resource alone", lambda p: _bound_text(p.busiest)),
+        ("  its busiest resource alone", lambda p: _bound_text(p.busiest, p.hw)),
         ("closed form (LoHan Eq. 1–7)", lambda p: seconds_text(p.closed_form_s)),
         ("no plan is faster than", lambda p: seconds_text(p.bound_s)),
         ("gap to that", lambda p: f"{p.gap:.1%}"),
@@ -358,8 +358,9 @@ def rate_text(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def _bound_text(bound: Bound) -> str:
-    return f"{seconds_text(bound.seconds)} ({bound.resource})"
+def _bound_text(bound: Bound, hw: HardwareProfile) -> str:
+    resource = " + ".join(map(hw.lane_name, bound.resource.split(" + ")))
+    return f"{seconds_text(bound.seconds)} ({resource})"
 
 
 def _batch_text(p: Planned) -> str:
@@ -371,7 +372,7 @@ def _phase_text(phase: str) -> Callable[[Planned], str]:
     def text(p: Planned) -> str:
         seconds: float = getattr(p.simulation, f"{phase}_s")
         lane = p.simulation.binding.get(phase)  # type: ignore[call-overload]
-        return seconds_text(seconds) + (f" ({lane})" if lane and seconds else "")
+        return seconds_text(seconds) + (f" ({p.hw.lane_name(lane)})" if lane and seconds else "")
 
     return text
 

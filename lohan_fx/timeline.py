@@ -115,11 +115,13 @@ class Timeline:
         name: what a trace shows as the process: "simulated lohan", "recorded step 3".
         spans: by lane, then start. Spans of the ssd lane may overlap in a recording.
         memory: tier or any other name → series in bytes.
+        compute: what people are shown as the name of the gpu lane (`HardwareProfile.lane_name`).
     """
 
     name: str
     spans: tuple[Span, ...] = ()
     memory: Mapping[str, Series] = field(default_factory=dict)
+    compute: str = "gpu"
 
     def __post_init__(self) -> None:
         order = {lane: i for i, lane in enumerate(LANES)}
@@ -260,7 +262,7 @@ class Timeline:
                 raise ValueError(f"series {sorted(twice)} are in more than one timeline")
             memory.update(other.memory)
         spans = (*self.spans, *(s for other in others for s in other.spans))
-        return Timeline(name=self.name, spans=spans, memory=memory)
+        return replace(self, spans=spans, memory=memory)
 
     def coalesce(self, gap_s: float = 0.0) -> Timeline:
         """Join the pieces of a transfer that follow each other within `gap_s` seconds.
@@ -287,6 +289,10 @@ class Timeline:
 
     # -- for people -------------------------------------------------------------------------
 
+    def shown(self, lane: Lane) -> str:
+        """The name of a lane."""
+        return self.compute if lane == "gpu" else lane
+
     def summary(self) -> str:
         """A table of each lane's work by phase, the bytes moved, the stalls and the peaks."""
         start, end = self.window()
@@ -296,7 +302,7 @@ class Timeline:
         rows = [head]
         rows += [
             [
-                lane,
+                self.shown(lane),
                 _ms(self.busy_s(lane)),
                 _ms(self.idle_s(lane)),
                 "-" if lane == "gpu" else _ms(self.exposed_s(lane)),
@@ -390,7 +396,15 @@ def format_diff(a: Timeline, b: Timeline) -> str:
     for d in diff(a, b):
         same = "same" if d.a_bytes == d.b_bytes else f"{d.b_bytes - d.a_bytes:+d}"
         rows.append(
-            [d.lane, d.kind, _ms(d.a_s), _ms(d.b_s), _ms(d.delta_s), f"{d.ratio:.3f}", same]
+            [
+                a.shown(d.lane),
+                d.kind,
+                _ms(d.a_s),
+                _ms(d.b_s),
+                _ms(d.delta_s),
+                f"{d.ratio:.3f}",
+                same,
+            ]
         )
     return "\n".join(_table(rows)) + "\n"
 
@@ -453,6 +467,7 @@ def _pids(events: Sequence[Mapping[str, Any]]) -> list[int]:
 def _timeline(events: Sequence[Mapping[str, Any]]) -> Timeline:
     """The inverse of `_events`."""
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = [
         Span(
             lane=LANES[e["tid"] - 1],
@@ -476,6 +491,7 @@ def _timeline(events: Sequence[Mapping[str, Any]]) -> Timeline:
         name=names[0],
         spans=tuple(spans),
         memory={tier: tuple(series) for tier, series in memory.items()},
+        compute=threads[LANES.index("gpu") + 1],
     )
 
 
@@ -486,7 +502,7 @@ def _events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
     yield meta("process_name", 0, {"name": timeline.name})
     yield meta("process_sort_index", 0, {"sort_index": pid})
     for tid, lane in enumerate(LANES, 1):
-        yield meta("thread_name", tid, {"name": lane})
+        yield meta("thread_name", tid, {"name": timeline.shown(lane)})
         yield meta("thread_sort_index", tid, {"sort_index": tid})
     for span in timeline.spans:
         args: dict[str, Any] = {"phase": span.phase}

@@ -158,6 +158,12 @@ def test_flops_per_s() -> None:
     assert hw.flops_per_s("float64") == hw.block_flops_per_s
 
 
+def test_compute_is_no_gpu_on_a_cpu() -> None:
+    lanes = ("gpu", "h2d", "ssd", "cpu")
+    assert [make_profile(device_kind="cpu").lane_name(x) for x in lanes] == ["compute", *lanes[1:]]
+    assert [make_profile(device_kind="cuda").lane_name(x) for x in lanes] == [*lanes]
+
+
 def test_ssd_bytes_is_the_sum() -> None:
     assert make_profile().ssd_bytes == 3 * 10**12
 

@@ -618,7 +618,7 @@ class _Search:
                 for resource, part in (("gpu", 1 - lane), (row.resource, lane)):
                     total[resource] = total.get(resource, 0.0) - float(price) * part
             if total:
-                found[stage] = max(total, key=lambda r: (total[r], r))
+                found[stage] = self.hw.lane_name(max(total, key=lambda r: (total[r], r)))
         return found
 
     def device_price(self) -> float:
