@@ -62,7 +62,7 @@ class Row:
         swapped_bytes: A_G2M, activations that leave the device.
         bound_s: no plan of any strategy is faster on this machine and budget.
         gap: step_s / bound_s − 1.
-        binding: the lane that works longest.
+        binding: the lane that works longest, as reports call it.
         plan_s: how long planning took.
         measured: what running it showed.
         planned: the plan; not part of any output.
@@ -573,7 +573,7 @@ class _Given:
             recompute_flops=p.recompute_flops,
             bound_s=bound,
             gap=seconds / bound - 1 if 0 < bound < float("inf") else None,
-            binding=s.timeline.binding(),
+            binding=made.hw.lane_name(s.timeline.binding()),
             plan_s=plan_s,
             planned=made,
         )

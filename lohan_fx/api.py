@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Never, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES
 from lohan_fx.compile_arguments import (
     check_choices,
     check_gradients,
+    check_misplaced,
     check_optimizer,
     chosen_dtype,
     chosen_hardware,
@@ -114,7 +115,7 @@ class LohanModule(Unmoved):
 
 def compile(
     model: M,
-    *,
+    *misplaced: Never,
     hw: HardwareProfile | str | Path | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     strategy: str | Planner = "pareto",
@@ -146,6 +147,7 @@ def compile(
 
     Args:
         model: any module that Dynamo can trace whole.
+        misplaced: nothing; all else has a name.
         hw: from `profile_hardware`, or the name of a preset or of a saved profile; measured now
             (without SSDs) if None.
         optimizer: a torch.optim optimizer over the model's parameters. With it, parameters and
@@ -220,6 +222,7 @@ def compile(
         At the first forward: CaptureError, InsufficientMemoryError, StorageError, PlanError.
     """
     _check_model(model)
+    check_misplaced(misplaced)
     check_optimizer(optimizer)
     check_choices(
         fused=fused,

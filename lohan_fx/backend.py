@@ -364,6 +364,7 @@ class Calls:
             )
         self._waiting.remove(entry)
         engine = self._current = entry[1]
+        engine.lanes.bind_thread()
         try:
             results = run(arguments)
         except BaseException:

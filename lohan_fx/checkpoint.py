@@ -17,7 +17,8 @@ import contextlib
 import io
 import operator
 import random
-from collections import Counter
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,26 +31,30 @@ from torch.optim import Optimizer
 
 from lohan_fx import manifest
 from lohan_fx.arguments import check_flag, path_of
-from lohan_fx.atomic import DTYPE_NAMES, TensorFile, TextFile, tensor_files, write_directory
+from lohan_fx.atomic import TensorFile, TextFile, tensor_files, write_directory
 from lohan_fx.atomic import found as found_directory
 from lohan_fx.compiled.integrity import Part
 from lohan_fx.compiled.model import CompiledModel
+from lohan_fx.encoded import decode, encode, tensors_in
 from lohan_fx.errors import CheckpointError, LohanError, listed
 from lohan_fx.hardware import parse_bytes
 from lohan_fx.manifest import DESCRIPTION, FORMAT, VERSION
+from lohan_fx.reading import check_depth
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.weights import (
-    DTYPES,
     INDEX,
     WHOLE,
     FileStore,
     Place,
     StoredWeights,
+    TensorInfo,
     fill,
+    kind_of,
     match,
     places_of,
     sharded,
     take_buffers,
+    text_of,
 )
 
 MAX_SHARD_BYTES = 5 << 30
@@ -101,8 +106,9 @@ def save(
             dicts, lists and tuples of tensors, numbers, strings, booleans and None.
         max_shard_bytes: larger files become shards with an index.
 
-    Gradients that are added up for a step that has not ended (``accumulate=``, ``"kept"``) are not
-    saved: save after ``optimizer.step()``.
+    Gradients that are added up for a step that has not ended are not saved: save after
+    ``optimizer.step()``. With ``accumulate=`` (or ``forwards=``) a UserWarning says how many
+    backwards are left out; what is in ``.grad`` with ``gradients="kept"`` is yours to save.
 
     Raises:
         StepError: units were updated since backward began, or after a step that failed halfway.
@@ -128,8 +134,12 @@ def save(
     tensors: dict[str, Tensor] = {}
     description: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     description["step"] = step
-    description["extra"] = _encode(dict(extra or {}), "extra", tensors)
-    description["random"] = _encode(_random_states(), "random", tensors)
+    try:
+        description["extra"] = encode(dict(extra or {}), "extra", tensors)
+        check_depth(description)  # as `load` does
+    except (RecursionError, ValueError):
+        raise LohanError("extra= is nested too deeply: give flat dicts and lists") from None
+    description["random"] = encode(_random_states(), "random", tensors)
     places = places_of(model)
     lost = [place.name for place in places if place.tensor.is_meta]
     if lost:
@@ -151,6 +161,7 @@ def save(
             files.append(TextFile("config.json", config()))
         description["files"] = [file.name for file in files]
         memory = None if compiled is None else compiled.memory
+        _warn_of_sums(compiled, optimizer)
         write_directory(
             target,
             [*files, _DescriptionFile(description, files)],
@@ -221,11 +232,11 @@ def load(
             "model.to_empty(device='cpu')"
         )
     tensors = dict(zip(extra.infos, map(torch.clone, extra.read(extra.infos)), strict=True))
-    try:
-        found = _decode(description["extra"], tensors)
-        random_states = _decode(description["random"], tensors)
-    except KeyError as error:
-        raise CheckpointError(f"{extra.name} lacks {error}: load another checkpoint") from error
+    at = f"{path / DESCRIPTION}: "
+    found = decode(description["extra"], tensors, f"{at}extra")
+    random_states = decode(description["random"], tensors, f"{at}random")
+    if states is not None:
+        states.check_groups(tensors)
     take_buffers(model, places, store, keys)
     ours = compiled is not None and states is not None and optimizer is compiled.optimizer
     with _loading(compiled, ("model", "optimizer") if ours else ("model",)):
@@ -242,7 +253,15 @@ def load(
     if rng:
         try:
             _set_random_states(random_states)
-        except (KeyError, TypeError, ValueError) as error:
+        except (
+            AttributeError,
+            IndexError,
+            KeyError,
+            OverflowError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise CheckpointError(
                 f"{path} has no whole states of the random generators ({error!r}); all else has "
                 "been loaded: load(…, rng=False) leaves them out"
@@ -310,6 +329,23 @@ def _chosen(
         name = getattr(optimizer, "__name__", type(optimizer).__name__)
         raise LohanError(f"optimizer={name}: use None, False or a torch.optim.Optimizer")
     return optimizer or None
+
+
+def _warn_of_sums(compiled: CompiledModel | None, optimizer: Optimizer | None) -> None:
+    """Say that a run that goes on from this checkpoint will lack gradients that were added up."""
+    states = compiled.optimizer_states if compiled is not None else None
+    if compiled is None or states is None or optimizer is not compiled.optimizer:
+        return  # no run goes on from weights alone
+    count = states.unsaved_backwards
+    if count:
+        backwards = "1 backward" if count == 1 else f"{count} backwards"
+        warnings.warn(
+            f"lohan_fx.save in the middle of a step: the checkpoint lacks {backwards}, whose "
+            "gradients were added up for the next optimizer.step(). Save right after "
+            "optimizer.step(), or run the whole step again when you go on from here",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 @contextlib.contextmanager
@@ -406,10 +442,10 @@ def _describe(
         zip(optimizer.param_groups, _names_of(model, optimizer), strict=True)
     ):
         values = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        groups.append({"params": names, "values": _encode(values, f"{name}.groups.{g}", extra)})
+        groups.append({"params": names, "values": encode(values, f"{name}.groups.{g}", extra)})
         for p, of in zip(group["params"], names, strict=True):
             if optimizer.state.get(p):
-                states[of] = _encode(dict(optimizer.state[p]), of, tensors)
+                states[of] = encode(dict(optimizer.state[p]), of, tensors)
     masters = {}
     if compiled is not None and compiled.memory is not None and optimizer is compiled.optimizer:
         for of, master in compiled.memory.states.hidden_masters():
@@ -417,6 +453,31 @@ def _describe(
             tensors[masters[of]] = master
     described = {"class": name, "groups": groups, "states": states, "masters": masters}
     return described, tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """A group of the optimizer: names of its parameters, and encoded hyperparameters."""
+
+    params: tuple[str, ...]
+    values: Mapping[str, Any]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether float() takes it, and it is no text."""
+    if isinstance(value, Tensor):
+        return not value.dim()
+    return isinstance(value, int | float) and not abs(value) > sys.float_info.max
+
+
+def _is_alike(now: Any, value: Any) -> bool:
+    """Whether a hyperparameter may become this value: a number stays one, or begins as None."""
+    if now is None or value is None:
+        return True
+    if isinstance(now, int | float | Tensor):
+        return _is_number(value) or isinstance(value, Tensor)
+    kinds = (kind for kind in (str, list | tuple) if isinstance(now, kind))
+    return all(isinstance(value, kind) for kind in kinds)
 
 
 class _States:
@@ -446,21 +507,46 @@ class _States:
             )
         self._optimizer = optimizer
         self._path = path
-        self._groups: list[dict[str, Any]] = found["groups"]
-        self._entries: dict[str, Any] = found["states"]
+        self._at = f"{path / DESCRIPTION}: optimizer"
+        reader = manifest.reader_of(path)
+        part = reader.read(dict[str, Any], found, "optimizer")
+        self._groups = reader.read(tuple[_Group, ...], part.get("groups"), "optimizer.groups")
+        self._entries = reader.read(
+            dict[str, dict[str, Any]], part.get("states"), "optimizer.states"
+        )
+        self.masters = reader.read(dict[str, str], part.get("masters"), "optimizer.masters")
         self._parameters = dict(model.named_parameters())
-        self.masters: dict[str, str] = found["masters"]
         self.store = sharded(path, _OPTIMIZER, _OPTIMIZER_INDEX, checksums)
         self._names = _names_of(model, optimizer)
-        saved = [group["params"] for group in self._groups]
+        saved = [group.params for group in self._groups]
         if [sorted(names) for names in saved] != [sorted(names) for names in self._names]:
             raise CheckpointError(self._other_groups(saved))
-        keys = [key for entry in found["states"].values() for key in _tensors_in(entry)]
-        lost = [k for k in (*keys, *self.masters.values()) if k not in self.store.infos]
+        keys = [key for entry in self._entries.values() for key in tensors_in(entry)]
+        keys += self.masters.values()
+        lost = [k for k in keys if not isinstance(k, str) or k not in self.store.infos]
         if lost:
-            raise CheckpointError(f"{self.store.name} lacks {', '.join(lost[:8])}")
+            raise CheckpointError(f"{self.store.name} lacks {', '.join(map(str, lost[:8]))}")
+        for name in self._entries:
+            self._entry(name, self.store.infos)
+        for name, key in self.masters.items():
+            if name not in self._parameters:
+                raise CheckpointError(f"{self._at}.masters has {name}, which the model lacks")
+            self._check_like(name, key, self.store.infos[key])
 
-    def _other_groups(self, saved: list[list[str]]) -> str:
+    def _entry(self, name: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The states of a parameter, with these in the place of their tensors."""
+        at = f"{self._at}.states.{name}"
+        return {k: decode(v, tensors, f"{at}.{k}") for k, v in self._entries[name].items()}
+
+    def _check_like(self, name: str, what: str, found: TensorInfo | Tensor) -> None:
+        """See that a tensor has the shape of a parameter, and numbers of its kind."""
+        p = self._parameters[name]
+        if tuple(found.shape) != tuple(p.shape) or kind_of(found) != kind_of(p):
+            raise CheckpointError(
+                f"{what} in {self.store.name} is {text_of(found)}, the parameter {text_of(p)}"
+            )
+
+    def _other_groups(self, saved: Sequence[Sequence[str]]) -> str:
         lines = [
             f"{self._path} is of another optimizer: {len(saved)} groups of "
             f"{[len(names) for names in saved]} parameters, here "
@@ -480,7 +566,8 @@ class _States:
         names = [name for names in self._names for name in names]
         unit = UnitOptimizer(self._optimizer, [self._parameters[name] for name in names])
         for i, name in enumerate(names):
-            entry = {k: v for k, v in self._entries.get(name, {}).items() if v is not None}
+            found = self._entry(name, self.store.infos) if name in self._entries else {}
+            entry = {k: v for k, v in found.items() if v is not None}
             wanted = {*unit.state_names(i), *unit.scalar_names(i)}
             if entry and set(entry) != wanted:
                 raise CheckpointError(
@@ -488,27 +575,40 @@ class _States:
                     f"{type(self._optimizer).__name__} keeps {sorted(wanted)}: construct the "
                     "optimizer with the options that it was saved with"
                 )
-            shape = tuple(self._parameters[name].shape)
-            for key in unit.state_names(i) if entry else ():
-                info = [self.store.infos[k].shape for k in _tensors_in(entry[key])] or [()]
-                if info[0] != shape:
+            for key, value in entry.items():
+                what = f"{key} of {name}"
+                if key in unit.state_names(i) and isinstance(value, TensorInfo | Tensor):
+                    self._check_like(name, what, value)
+                elif key in unit.state_names(i) or not _is_number(value):
+                    raise CheckpointError(f"{self._at}.states has {value!r} as {what}")
+
+    def check_groups(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse hyperparameters that are of another kind than the optimizer's."""
+        for g, group in enumerate(self._optimizer.param_groups):
+            for key, value in self._values(g, tensors).items():
+                if not _is_alike(group.get(key), value):
                     raise CheckpointError(
-                        f"{key} of {name} in {self.store.name} has shape {info[0]}, the parameter "
-                        f"{shape}"
+                        f"{self._at}.groups[{g}].values.{key} is {value!r}, and "
+                        f"{type(self._optimizer).__name__} has {group[key]!r} there"
                     )
+
+    def _values(self, g: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The hyperparameters of group `g`."""
+        at = f"{self._at}.groups[{g}].values"
+        return {k: decode(v, tensors, f"{at}.{k}") for k, v in self._groups[g].values.items()}
 
     def lend(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Give the optimizer the states of these parameters, as they are in the files."""
-        keys = [key for name in parameters for key in _tensors_in(self._entries.get(name))]
+        keys = [key for name in parameters for key in tensors_in(self._entries.get(name))]
         tensors = dict(zip(keys, self.store.read(keys), strict=True))
         for name, p in parameters.items():
             if name in self._entries:
-                self._optimizer.state[p] = _decode(self._entries[name], tensors)
+                self._optimizer.state[p] = self._entry(name, tensors)
 
     def load_groups(self, tensors: Mapping[str, Tensor]) -> None:
         """Set the hyperparameters; tensors among them keep their identity."""
-        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
-            for key, value in _decode(saved["values"], tensors).items():
+        for g, group in enumerate(self._optimizer.param_groups):
+            for key, value in self._values(g, tensors).items():
                 if isinstance(group.get(key), Tensor):
                     group[key].copy_(torch.as_tensor(value))
                 else:
@@ -520,17 +620,30 @@ class _States:
         self.lend(self._parameters)
         groups: list[dict[str, Any]] = []
         states = {}
-        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+        for g, group in enumerate(self._optimizer.param_groups):
             first = sum(len(g["params"]) for g in groups)
             indices = range(first, first + len(group["params"]))
-            groups.append({**_decode(saved["values"], tensors), "params": list(indices)})
+            groups.append({**self._values(g, tensors), "params": list(indices)})
             for i, p in zip(indices, group["params"], strict=True):
                 entry = self._optimizer.state.pop(p, None)
                 if entry is not None:
                     states[i] = {
                         k: v.clone() if isinstance(v, Tensor) else v for k, v in entry.items()
                     }
-        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
+        try:
+            self._optimizer.load_state_dict({"state": states, "param_groups": groups})
+        except (
+            AttributeError,
+            KeyError,
+            OverflowError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise CheckpointError(
+                f"{self._path} has states that {type(self._optimizer).__name__} does not take "
+                f"({error!r})"
+            ) from error
 
 
 # ---------------------------------------------------------------------------------------------
@@ -565,75 +678,6 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
     if states["cuda"] and torch.cuda.is_available():
         for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
             torch.cuda.set_rng_state(state, device)
-
-
-# ---------------------------------------------------------------------------------------------
-# Values in JSON
-# ---------------------------------------------------------------------------------------------
-
-
-def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON; its tensors are put into `tensors`, under keys that start with `path`."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Tensor):
-        if value.layout != torch.strided or value.dtype not in DTYPE_NAMES:
-            raise LohanError(
-                f"{path} is a tensor of {value.dtype}, {value.layout}: safetensors files hold "
-                f"{', '.join(str(d).removeprefix('torch.') for d in DTYPE_NAMES)}"
-            )
-        if not value.dim() and not value.is_complex():
-            return {"$scalar": [DTYPE_NAMES[value.dtype], value.item()]}
-        key = path
-        while key in tensors:
-            key += "_"
-        tensors[key] = value.detach()
-        return {"$tensor": key}
-    if isinstance(value, Mapping):
-        kind = "$counter" if isinstance(value, Counter) else "$items"
-        if kind == "$items" and all(isinstance(k, str) and k[:1] != "$" for k in value):
-            return {k: _encode(v, f"{path}.{k}", tensors) for k, v in value.items()}
-        pairs = [
-            [_encode(k, f"{path} key", tensors), _encode(v, f"{path}.{k}", tensors)]
-            for k, v in value.items()
-        ]
-        return {kind: pairs}
-    if type(value) in (list, tuple):
-        found = [_encode(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]
-        return found if isinstance(value, list) else {"$tuple": found}
-    raise LohanError(
-        f"{path} is a {type(value).__qualname__}, which a checkpoint cannot hold (nothing is "
-        "pickled): give dicts, lists, tuples, tensors, numbers, strings, booleans and None, such "
-        "as the state_dict() of the object"
-    )
-
-
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decode(v, tensors) for v in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) == 1:
-        kind, inner = next(iter(value.items()))
-        if kind == "$tensor":
-            return tensors[inner]
-        if kind == "$scalar":
-            return torch.tensor(inner[1], dtype=DTYPES[inner[0]])
-        if kind == "$tuple":
-            return tuple(_decode(inner, tensors))
-        if kind in ("$items", "$counter"):
-            made = {_decode(k, tensors): _decode(v, tensors) for k, v in inner}
-            return Counter(made) if kind == "$counter" else made
-    return {k: _decode(v, tensors) for k, v in value.items()}
-
-
-def _tensors_in(value: Any) -> list[str]:
-    """Keys of the tensors in an encoded value."""
-    if isinstance(value, dict):
-        if "$tensor" in value:
-            return [value["$tensor"]]
-        return [key for v in value.values() for key in _tensors_in(v)]
-    return [key for v in value for key in _tensors_in(v)] if isinstance(value, list) else []
 
 
 def _old_files(path: Path) -> set[str] | None:

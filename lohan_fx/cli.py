@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.errors import NotRenderableError
 
 from lohan_fx import __version__, cli_plan
 from lohan_fx.errors import HardwareError, LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan
-from lohan_fx.report import hardware_table, plan_file_parts, presets_table, render
+from lohan_fx.reading import json_of
+from lohan_fx.report import hardware_table, plan_file_parts, presets_table
 
 app = typer.Typer(
     help="Train models far larger than GPU memory. See `lohan-fx COMMAND --help`.",
@@ -130,7 +129,7 @@ def report(
 
 def _parts_of(file: Path) -> list[Any]:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json_of(file)
     except ValueError as error:
         raise LohanError(f"{file} is no JSON file: {error}") from error
     kinds: dict[str, Callable[[], list[Any]]] = {
@@ -142,10 +141,6 @@ def _parts_of(file: Path) -> list[Any]:
     if show is None:
         raise LohanError(f"{file} is neither a plan nor a hardware profile of lohan_fx")
     try:
-        parts = show()
-        render(parts)
-        return parts
+        return show()
     except (HardwareError, PlanError) as error:
         raise type(error)(f"{file}: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, NotRenderableError) as error:
-        raise PlanError(f"{file} is no complete plan ({error!r}): save it again") from error

@@ -22,6 +22,20 @@ from lohan_fx.profiling import profile_hardware
 from lohan_fx.progress import Shown
 
 
+def check_misplaced(values: tuple[object, ...]) -> None:
+    """Refuse what was given by its place: which of many options it is, only a name says."""
+    if not values:
+        return
+    kinds = {torch.optim.Optimizer: "optimizer", HardwareProfile: "hw", Plan: "plan"}
+    value = values[0]
+    name = next((name for kind, name in kinds.items() if isinstance(value, kind)), None)
+    what = f"the {type(value).__name__} as {name}=…" if name else "every other argument by its name"
+    raise LohanError(
+        f"compile takes the model alone by its place: write {what}, as in "
+        "lohan_fx.compile(model, hw=hw, optimizer=optimizer)"
+    )
+
+
 def check_optimizer(optimizer: Any) -> None:
     """Refuse what is no optimizer, such as the class of one."""
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -131,6 +145,10 @@ def chosen_schedule(
 
 def chosen_hardware(hw: HardwareProfile | str | Path | None, progress: Shown) -> HardwareProfile:
     """The profile that is given, named or in a file; this machine's, measured now, if None."""
+    if isinstance(hw, torch.optim.Optimizer):
+        raise LohanError(
+            f"hw= is the hardware, not the {type(hw).__name__}: write optimizer= for that"
+        )
     return profile_hardware(progress=progress is not False) if hw is None else hardware(hw)
 
 

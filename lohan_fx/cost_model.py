@@ -99,7 +99,8 @@ class Demand:
 class IterationTime:
     """T_f and T_b with every term named, in seconds. The binding term is the largest.
 
-    `optimizer_s` is the separate stage of schedule "serial", 0.0 otherwise.
+    `optimizer_s` is the separate stage of schedule "serial", 0.0 otherwise. `compute` is what
+    reports call the term "gpu" (`HardwareProfile.lane_name`).
     """
 
     forward_s: float
@@ -109,6 +110,7 @@ class IterationTime:
     binding_forward: str
     binding_backward: str
     optimizer_s: float = 0.0
+    compute: str = "gpu"
 
     @property
     def step_s(self) -> float:
@@ -119,7 +121,9 @@ class IterationTime:
     def binding(self) -> str:
         """Both binding terms, for a report."""
         tail = ", then the optimizer" if self.optimizer_s else ""
-        return f"forward: {self.binding_forward}, backward: {self.binding_backward}{tail}"
+        terms = (self.binding_forward, self.binding_backward)
+        forward, backward = (self.compute if term == "gpu" else term for term in terms)
+        return f"forward: {forward}, backward: {backward}{tail}"
 
 
 def _seconds(amount: float, rate: float, what: str) -> float:
@@ -269,6 +273,7 @@ def iteration_time(
         binding_forward=max(forward, key=forward.__getitem__),
         binding_backward=max(backward, key=backward.__getitem__),
         optimizer_s=optimizer_s,
+        compute=hw.lane_name("gpu"),
     )
 
 

@@ -10,8 +10,8 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import math
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,10 +21,14 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from lohan_fx.arguments import path_of
 from lohan_fx.errors import HardwareError, format_bytes
+from lohan_fx.reading import json_of
 
 DeviceKind = Literal["cpu", "cuda"]
 
 FORMAT_VERSION = 1
+
+_LIMIT = 1e30
+"""No machine has so many bytes or does so much in a second."""
 
 _UNIT_BYTES: dict[str, int] = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -53,6 +57,11 @@ def parse_bytes(size: int | str) -> int:
             "'300MiB', '16 GiB' or '1TB' (KiB to TiB count in 1024s, KB to TB in 1000s)"
         )
     return int(Fraction(match[1]) * _UNIT_BYTES[match[2].lower()])
+
+
+def lane_name(lane: str, kind: DeviceKind) -> str:
+    """What people are told of a lane: on a CPU, "gpu", on which ops run, is "compute"."""
+    return "compute" if lane == "gpu" and kind == "cpu" else lane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +166,8 @@ class HardwareProfile:
         for name in _SIZES:
             _check_whole(name, getattr(self, name))
         for i, ssd in enumerate(self.ssds):
+            if not isinstance(ssd.path, str) or not ssd.path or "\0" in ssd.path:
+                raise HardwareError(f"ssds[{i}].path is {ssd.path!r}, but must name a directory")
             for name in ("read_bytes_per_s", "write_bytes_per_s", "capacity_bytes"):
                 _check_positive(f"ssds[{i}].{name}", getattr(ssd, name))
             _check_whole(f"ssds[{i}].capacity_bytes", ssd.capacity_bytes)
@@ -181,6 +192,10 @@ class HardwareProfile:
         sibling = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, dtype)
         rates = self.matmul_flops_per_s
         return rates.get(dtype, rates.get(sibling, self.block_flops_per_s))
+
+    def lane_name(self, lane: str) -> str:
+        """What reports call a lane; see `lane_name`."""
+        return lane_name(lane, self.device_kind)
 
     @property
     def ssd_bytes(self) -> int:
@@ -267,7 +282,7 @@ class HardwareProfile:
         """Read a file that `save` wrote; `HardwareError` names the file and the field."""
         file = path_of("path", path)
         try:
-            return cls.from_dict(json.loads(file.read_text(encoding="utf-8")))
+            return cls.from_dict(json_of(file))
         except OSError as error:
             raise HardwareError(
                 f"cannot read the hardware profile {path}: {error.strerror}; name a file that "
@@ -384,10 +399,10 @@ class MemoryBudget:
 
 def _check_positive(name: str, value: object) -> None:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and value > 0):  # type: ignore[arg-type,operator]
+    if not (is_number and 0 < value < _LIMIT):  # type: ignore[operator]
         raise HardwareError(
-            f"{name} is {value!r}, but must be a positive finite number: measure it with "
-            "profile_hardware(), or correct the profile"
+            f"{name} is {reprlib.repr(value)}, but must be a positive finite number (below 1e30): "
+            "measure it with profile_hardware(), or correct the profile"
         )
 
 

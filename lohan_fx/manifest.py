@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lohan_fx.errors import CheckpointError
+from lohan_fx.reading import Reader, json_of
 
 FORMAT = "lohan_fx checkpoint"
 VERSION = 1
@@ -55,7 +56,7 @@ def read(directory: Path, *, verify: bool = True) -> dict[str, Any]:
     """
     file = directory / DESCRIPTION
     try:
-        found = json.loads(file.read_text())
+        found = json_of(file)
     except OSError as error:
         raise CheckpointError(
             f"{directory} is no checkpoint of lohan_fx.save: cannot read {file}: {error.strerror}"
@@ -74,11 +75,20 @@ def read(directory: Path, *, verify: bool = True) -> dict[str, Any]:
             f"{file} is damaged: it has other values than were saved. Load another checkpoint; if "
             'you changed them on purpose, remove its last entry, "checksum"'
         )
-    kinds: dict[str, Any] = {"step": int | None, "extra": dict, "random": dict, "files": list}
-    wrong = [k for k, kind in kinds.items() if not isinstance(found.get(k, ...), kind)]
-    if wrong:
-        raise CheckpointError(f"{file} is damaged: it lacks {', '.join(wrong)}")
+    reader = reader_of(directory)
+    step = found.get("step", ...)
+    if not isinstance(step, int | None) or isinstance(step, bool):
+        raise reader.wrong("step", step, "a whole number or null")
+    for key in ("extra", "random"):
+        reader.read(dict[str, Any], found.get(key), key)
+    reader.read(tuple[str, ...], found.get("files"), "files")
+    reader.read(dict[str, dict[str, int]], found.get("checksums", {}), "checksums")
     return found
+
+
+def reader_of(directory: Path) -> Reader:
+    """Reads parts of the description in a directory; raises CheckpointErrors."""
+    return Reader(what=str(directory / DESCRIPTION), error=CheckpointError)
 
 
 def checksums_in(directory: Path) -> Checksums:

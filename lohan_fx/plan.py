@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from lohan_fx.arguments import path_of
 from lohan_fx.errors import PlanError, format_bytes
+from lohan_fx.reading import Reader, json_of
 
 Tier = Literal["device", "host", "ssd"]
 Action = Literal["keep", "swap", "recompute"]
@@ -214,40 +215,15 @@ class Plan:
         """The plan that `to_dict` wrote.
 
         Raises:
-            PlanError: another format, a missing key, or an entry of the wrong kind.
+            PlanError: another format, or an entry that is missing, unknown or of the wrong kind.
         """
         if data.get("format") != FORMAT_VERSION:
             raise PlanError(
                 f"plan format {data.get('format')!r} is not {FORMAT_VERSION}: "
                 "make the plan again with this version of lohan_fx"
             )
-        try:
-            return cls._read(data)
-        except KeyError as error:
-            raise PlanError(f"the plan lacks {error.args[0]!r}: is the file complete?") from None
-        except (AttributeError, TypeError) as error:
-            raise PlanError(f"the plan has an entry of the wrong kind: {error}") from None
-
-    @classmethod
-    def _read(cls, data: Mapping[str, Any]) -> Plan:
-        return cls(
-            strategy=data["strategy"],
-            workload=data["workload"],
-            residuals={k: ResidualPlan(**v) for k, v in data["residuals"].items()},
-            units={
-                k: UnitPlan(
-                    tier=v["tier"],
-                    windows=tuple(FetchWindow(**w) for w in v["windows"]),
-                    emit_after=v["emit_after"],
-                    release_gradients_after=v["release_gradients_after"],
-                    **{k: v.get(k, default) for k, default in _UNIT_DEFAULTS.items()},
-                )
-                for k, v in data["units"].items()
-            },
-            schedule=data["schedule"],
-            prediction=Prediction(**data["prediction"]),
-            notes=tuple(data["notes"]),
-        )
+        own = {of.name for of in dataclasses.fields(cls)}  # a file may say more, beside the plan
+        return _READER.read(cls, {key: data[key] for key in data if key in own})
 
     def save(self, path: str | Path) -> None:
         file = path_of("path", path)
@@ -265,7 +241,7 @@ class Plan:
         """
         file = path_of("path", path)
         try:
-            data = json.loads(file.read_text(encoding="utf-8"))
+            data = json_of(file)
         except OSError as error:
             raise PlanError(
                 f"cannot read the plan {path}: {error.strerror}; name a file that Plan.save or "
@@ -279,3 +255,13 @@ class Plan:
             return cls.from_dict(data)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
+
+
+_READER = Reader(
+    what="the plan",
+    error=PlanError,
+    optional={
+        UnitPlan: _UNIT_DEFAULTS,
+        Prediction: [of.name for of in dataclasses.fields(Prediction)],
+    },
+)

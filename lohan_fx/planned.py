@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rich.table import Table
 
+from lohan_fx.arguments import path_of
 from lohan_fx.bounds import Bound, step_bound
 from lohan_fx.errors import HardwareError, LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
@@ -25,10 +26,13 @@ from lohan_fx.planners import PlannerOptions
 from lohan_fx.planners.pareto import lower_bound
 from lohan_fx.planners.prediction import predicted_time
 from lohan_fx.program import Program, lower
+from lohan_fx.reading import Reader, json_of
 from lohan_fx.report import footprint_parts, memory_table, plan_table, render, short_bytes
 from lohan_fx.simulate import Simulation, simulate
 from lohan_fx.timeline import PHASES, save_trace
-from lohan_fx.workload import Op, Unit, Value, Workload
+from lohan_fx.workload import MODEL_INPUT_KINDS, Op, Unit, Value, Workload
+
+T = TypeVar("T")
 
 SearchKind = Literal["max-batch", "max-model"]
 
@@ -206,7 +210,10 @@ class Planned:
     def save(self, path: str | Path) -> None:
         """Write a plan file, with workload, machine and budget in it."""
         data = {**self.plan.to_dict(), "planned": self._made_from()}
-        Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
+        try:
+            path_of("path", path).write_text(json.dumps(data) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"cannot write {path}: {error.strerror}; name a file") from error
 
     def _made_from(self) -> dict[str, Any]:
         return {
@@ -230,7 +237,12 @@ class Planned:
             PlanError: the file is something else: a plan alone has no workload to simulate.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json_of(path_of("path", path))
+        except OSError as error:
+            raise PlanError(
+                f"cannot read the plan {path}: {error.strerror}; name a file that Planned.save or "
+                "lohan-fx plan --out wrote"
+            ) from error
         except ValueError as error:
             raise PlanError(f"{path} is no JSON file: {error}") from error
         made = data.get("planned") if isinstance(data, Mapping) else None
@@ -240,29 +252,50 @@ class Planned:
                 "that can be simulated (Plan.save writes the decisions alone)"
             )
         try:
+            parts = _READER.read(_MadeFrom, made, "planned")
             found = cls(
                 plan=Plan.from_dict(data),
-                workload=workload_from_dict(made["workload"]),
-                hw=HardwareProfile.from_dict(made["hardware"]),
-                budget=MemoryBudget(**made["budget"]),
-                **{
-                    key: made[key]
-                    for key in ("model", "batch", "num_items", "items", "compute_dtype", "traced")
-                },
+                workload=workload_from_dict(parts.workload),
+                hw=HardwareProfile.from_dict(parts.hardware),
+                **{key: getattr(parts, key) for key in _MADE_FROM_AS_IT_IS},
             )
-            found._check_types()
-        except (HardwareError, PlanError) as error:
+            _ = found.program  # what the plan says of the workload fits, too
+        except LohanError as error:
             raise PlanError(f"{path}: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"{path} is incomplete ({error!r}): save it again") from error
+        except (KeyError, IndexError, StopIteration, ValueError) as error:
+            raise PlanError(
+                f"{path} has a workload that contradicts itself ({error!r}): plan it again"
+            ) from error
         return found
 
-    def _check_types(self) -> None:
-        for name in ("model", "items", "compute_dtype", "traced"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(f"{name} is no text")
-        if not isinstance(self.num_items, int) or not isinstance(self.batch, int | None):
-            raise TypeError("batch and num_items are no whole numbers")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MadeFrom:
+    """The entry "planned" of a plan file."""
+
+    format: int
+    model: str
+    batch: int | None
+    num_items: int
+    items: str
+    compute_dtype: str
+    traced: str
+    hardware: Mapping[str, Any]
+    budget: MemoryBudget
+    workload: Mapping[str, Any]
+
+
+_MADE_FROM_AS_IT_IS = (
+    "model",
+    "batch",
+    "num_items",
+    "items",
+    "compute_dtype",
+    "traced",
+    "budget",
+)
+
+_READER = Reader(what="the plan file", error=PlanError)
 
 
 def hardware(hw: HardwareProfile | str | Path) -> HardwareProfile:
@@ -304,7 +337,7 @@ def step_table(planned: Sequence[Planned]) -> Table:
         ("time", lambda p: seconds_text(p.step_s)),
         *((f"  {phase}", _phase_text(phase)) for phase in PHASES),
         ("  device waits for transfers", lambda p: seconds_text(p.simulation.exposed_transfer_s)),
-        ("  its busiest resource alone", lambda p: _bound_text(p.busiest)),
+        ("  its busiest resource alone", lambda p: _bound_text(p.busiest, p.hw)),
         ("closed form (LoHan Eq. 1–7)", lambda p: seconds_text(p.closed_form_s)),
         ("no plan is faster than", lambda p: seconds_text(p.bound_s)),
         ("gap to that", lambda p: f"{p.gap:.1%}"),
@@ -325,8 +358,9 @@ def rate_text(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def _bound_text(bound: Bound) -> str:
-    return f"{seconds_text(bound.seconds)} ({bound.resource})"
+def _bound_text(bound: Bound, hw: HardwareProfile) -> str:
+    resource = " + ".join(map(hw.lane_name, bound.resource.split(" + ")))
+    return f"{seconds_text(bound.seconds)} ({resource})"
 
 
 def _batch_text(p: Planned) -> str:
@@ -338,7 +372,7 @@ def _phase_text(phase: str) -> Callable[[Planned], str]:
     def text(p: Planned) -> str:
         seconds: float = getattr(p.simulation, f"{phase}_s")
         lane = p.simulation.binding.get(phase)  # type: ignore[call-overload]
-        return seconds_text(seconds) + (f" ({lane})" if lane and seconds else "")
+        return seconds_text(seconds) + (f" ({p.hw.lane_name(lane)})" if lane and seconds else "")
 
     return text
 
@@ -384,26 +418,68 @@ def workload_to_dict(workload: Workload) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """What `workload_to_dict` makes."""
+
+    name: str
+    num_tokens: int
+    op_fields: tuple[str, ...]
+    ops: tuple[tuple[Any, ...], ...]
+    value_fields: tuple[str, ...]
+    values: tuple[tuple[Any, ...], ...]
+    unit_fields: tuple[str, ...]
+    units: tuple[tuple[Any, ...], ...]
+
+
 def workload_from_dict(data: Mapping[str, Any]) -> Workload:
     """The inverse of `workload_to_dict`.
 
     Raises:
-        LohanError: the rows have other fields than this version of lohan_fx.
+        PlanError: something is missing or of another kind, or the rows have other fields than this
+            version of lohan_fx.
+        ValueError: it contradicts itself: an op reads what no op before it makes.
     """
-    for key, fields in (("op_fields", _OP), ("value_fields", _VALUE), ("unit_fields", _UNIT)):
-        if tuple(data[key]) != fields:
-            raise LohanError(f"{key} of the workload are not this version's: plan it again")
+    at = "planned.workload"
+    rows = _READER.read(_Rows, data, at)
+    known = {"op_fields": _OP, "value_fields": _VALUE, "unit_fields": _UNIT}
+    for key, names in known.items():
+        if getattr(rows, key) != names:
+            raise PlanError(f"{key} of the workload are not this version's: plan it again")
 
-    def row(fields: Sequence[str], cells: Sequence[Any]) -> dict[str, Any]:
-        return {
-            f: tuple(c) if isinstance(c, list) else c for f, c in zip(fields, cells, strict=True)
-        }
+    def made(kind: type[T], names: Sequence[str], what: str) -> tuple[T, ...]:
+        found = []
+        for i, cells in enumerate(getattr(rows, what)):
+            if len(cells) != len(names):
+                raise _READER.wrong(f"{at}.{what}[{i}]", cells, f"a list of {len(names)}")
+            cell_of = dict(zip(names, cells, strict=True))
+            found.append(_READER.read(kind, cell_of, f"{at}.{what}[{i}]"))
+        return tuple(found)
 
-    values = [Value(**row(_VALUE, cells)) for cells in data["values"]]
-    return Workload(
-        name=data["name"],
-        ops=tuple(Op(**row(_OP, cells)) for cells in data["ops"]),
-        values={v.name: v for v in values},
-        units=tuple(Unit(**row(_UNIT, cells)) for cells in data["units"]),
-        num_tokens=data["num_tokens"],
+    workload = Workload(
+        name=rows.name,
+        ops=made(Op, _OP, "ops"),
+        values={v.name: v for v in made(Value, _VALUE, "values")},
+        units=made(Unit, _UNIT, "units"),
+        num_tokens=rows.num_tokens,
     )
+    _check_names(workload)
+    return workload
+
+
+def _check_names(workload: Workload) -> None:
+    """See that what is named is there when it is needed; that ops name known values is checked."""
+    values = workload.values.values()
+    there = {v.name for v in values if v.kind in MODEL_INPUT_KINDS}
+    for op in workload.ops:
+        early = [name for name in op.reads if name not in there]
+        if early:
+            raise ValueError(f"op {op.name} reads {early[0]} before an op makes it")
+        there.update(op.writes)
+    for v in values:
+        if v.unit is not None and v.unit not in workload.unit_by_name:
+            raise ValueError(f"value {v.name} is of unit {v.unit}, which is not there")
+    for unit in workload.units:
+        lost = [name for name in unit.gradients if name not in workload.producer]
+        if lost:
+            raise ValueError(f"no op makes gradient {lost[0]} of unit {unit.name}")

@@ -206,7 +206,7 @@ def plot_timelines(timelines: Sequence[Timeline], path: str | Path) -> None:
                 color = "tab:red" if kind == "waiting" else _KIND_COLORS.get(kind, "black")
                 made = axes.broken_barh(parts, (row - 0.4, 0.8), facecolors=color)
                 shown.setdefault(kind, made)
-        axes.set_yticks(range(len(lanes)), list(reversed(lanes)))
+        axes.set_yticks(range(len(lanes)), [timeline.shown(lane) for lane in reversed(lanes)])
         length = 1e3 * (timeline.end_s - timeline.start_s)
         axes.set_title(f"{timeline.name}: {length:.0f} ms", loc="left", fontsize=9)
         axes.set_xlim(0, 1e3 * end)

@@ -349,6 +349,8 @@ class _Lowering:
     def _prefetches(self) -> None:
         for v in sorted(self._swapped(), key=self.first_use):
             decision = self.plan.residuals[v]
+            if decision.tier == "device":
+                raise PlanError(f"residual {v} is swapped to the device: use 'host' or 'ssd'")
             at = self.index(decision.prefetch_before, f"residual {v}")
             if not self.workload.num_forward_ops <= at <= self.first_use(v):
                 raise PlanError(f"prefetch of {v} must stand in backward, before its first use")

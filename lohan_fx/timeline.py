@@ -16,7 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from lohan_fx.arguments import path_of
 from lohan_fx.errors import LohanError, format_bytes
+from lohan_fx.reading import json_of
 
 Lane = Literal["gpu", "h2d", "d2h", "ssd", "cpu"]
 StepPhase = Literal["forward", "backward", "optimizer"]
@@ -113,11 +115,13 @@ class Timeline:
         name: what a trace shows as the process: "simulated lohan", "recorded step 3".
         spans: by lane, then start. Spans of the ssd lane may overlap in a recording.
         memory: tier or any other name → series in bytes.
+        compute: what people are shown as the name of the gpu lane (`HardwareProfile.lane_name`).
     """
 
     name: str
     spans: tuple[Span, ...] = ()
     memory: Mapping[str, Series] = field(default_factory=dict)
+    compute: str = "gpu"
 
     def __post_init__(self) -> None:
         order = {lane: i for i, lane in enumerate(LANES)}
@@ -258,7 +262,7 @@ class Timeline:
                 raise ValueError(f"series {sorted(twice)} are in more than one timeline")
             memory.update(other.memory)
         spans = (*self.spans, *(s for other in others for s in other.spans))
-        return Timeline(name=self.name, spans=spans, memory=memory)
+        return replace(self, spans=spans, memory=memory)
 
     def coalesce(self, gap_s: float = 0.0) -> Timeline:
         """Join the pieces of a transfer that follow each other within `gap_s` seconds.
@@ -285,6 +289,10 @@ class Timeline:
 
     # -- for people -------------------------------------------------------------------------
 
+    def shown(self, lane: Lane) -> str:
+        """The name of a lane."""
+        return self.compute if lane == "gpu" else lane
+
     def summary(self) -> str:
         """A table of each lane's work by phase, the bytes moved, the stalls and the peaks."""
         start, end = self.window()
@@ -294,7 +302,7 @@ class Timeline:
         rows = [head]
         rows += [
             [
-                lane,
+                self.shown(lane),
                 _ms(self.busy_s(lane)),
                 _ms(self.idle_s(lane)),
                 "-" if lane == "gpu" else _ms(self.exposed_s(lane)),
@@ -388,7 +396,15 @@ def format_diff(a: Timeline, b: Timeline) -> str:
     for d in diff(a, b):
         same = "same" if d.a_bytes == d.b_bytes else f"{d.b_bytes - d.a_bytes:+d}"
         rows.append(
-            [d.lane, d.kind, _ms(d.a_s), _ms(d.b_s), _ms(d.delta_s), f"{d.ratio:.3f}", same]
+            [
+                a.shown(d.lane),
+                d.kind,
+                _ms(d.a_s),
+                _ms(d.b_s),
+                _ms(d.delta_s),
+                f"{d.ratio:.3f}",
+                same,
+            ]
         )
     return "\n".join(_table(rows)) + "\n"
 
@@ -423,7 +439,10 @@ def dump_trace(timelines: Timeline | Sequence[Timeline]) -> str:
 
 def save_trace(path: str | Path, timelines: Timeline | Sequence[Timeline]) -> None:
     """Write one timeline, or several side by side, to a file that Perfetto opens."""
-    Path(path).write_text(dump_trace(timelines), encoding="utf-8")
+    try:
+        path_of("path", path).write_text(dump_trace(timelines), encoding="utf-8")
+    except OSError as error:
+        raise LohanError(f"cannot write {path}: {error.strerror}; name a file") from error
 
 
 def load_trace(path: str | Path) -> tuple[Timeline, ...]:
@@ -433,8 +452,10 @@ def load_trace(path: str | Path) -> tuple[Timeline, ...]:
         LohanError: it is another file.
     """
     try:
-        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        events = json_of(path_of("path", path))["traceEvents"]
         return tuple(_timeline([e for e in events if e["pid"] == pid]) for pid in _pids(events))
+    except OSError as error:
+        raise LohanError(f"cannot read {path}: {error.strerror}; name a trace") from error
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise LohanError(f"{path} is no trace that save_trace wrote ({error!r})") from error
 
@@ -446,6 +467,7 @@ def _pids(events: Sequence[Mapping[str, Any]]) -> list[int]:
 def _timeline(events: Sequence[Mapping[str, Any]]) -> Timeline:
     """The inverse of `_events`."""
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = [
         Span(
             lane=LANES[e["tid"] - 1],
@@ -469,6 +491,7 @@ def _timeline(events: Sequence[Mapping[str, Any]]) -> Timeline:
         name=names[0],
         spans=tuple(spans),
         memory={tier: tuple(series) for tier, series in memory.items()},
+        compute=threads[LANES.index("gpu") + 1],
     )
 
 
@@ -479,7 +502,7 @@ def _events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
     yield meta("process_name", 0, {"name": timeline.name})
     yield meta("process_sort_index", 0, {"sort_index": pid})
     for tid, lane in enumerate(LANES, 1):
-        yield meta("thread_name", tid, {"name": lane})
+        yield meta("thread_name", tid, {"name": timeline.shown(lane)})
         yield meta("thread_sort_index", tid, {"sort_index": tid})
     for span in timeline.spans:
         args: dict[str, Any] = {"phase": span.phase}

@@ -8,7 +8,6 @@ initialized with no more memory than its plan has.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from lohan_fx.errors import CheckpointError, LohanError, listed
 from lohan_fx.initialization import Initialization, realize, restore_buffers
 from lohan_fx.manifest import HEADER, WHOLE_FILE, Checksums, bytes_of, check, checksums_in
+from lohan_fx.reading import Reader, json_in
 
 logger = logging.getLogger("lohan_fx")
 
@@ -219,12 +219,13 @@ def sharded(
     text = path.read_bytes()
     check(path, WHOLE_FILE, text, (checksums or {}).get(index, {}))
     try:
-        places = json.loads(text)["weight_map"]
-        files: dict[str, set[str]] = {}
-        for key, file in places.items():
-            files.setdefault(file, set()).add(key)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        places = json_in(text)["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files: {error!r}") from error
+    reader = Reader(what=str(path), error=CheckpointError)
+    files: dict[str, set[str]] = {}
+    for key, file in reader.read(dict[str, str], places, "weight_map").items():
+        files.setdefault(file, set()).add(key)
     found = [(directory / file, keys) for file, keys in files.items()]
     store = FileStore(found, str(path), checksums)
     lost = [f"{key} (in {places[key]})" for key in places if key not in store.infos]
@@ -291,17 +292,17 @@ def match(
         if not keys and keep and not place.tensor.is_meta:
             continue
         if not keys:
-            missing.append(f"{' = '.join(place.names)} {_text(place.tensor)}")
+            missing.append(f"{' = '.join(place.names)} {text_of(place.tensor)}")
             continue
         found[place.name] = keys[0]
         info = store.infos[keys[0]]
-        if info.shape != tuple(place.tensor.shape) or _kind(info) != _kind(place.tensor):
-            wrong.append(f"{keys[0]}: file {_text(info)}, model {_text(place.tensor)}")
+        if info.shape != tuple(place.tensor.shape) or kind_of(info) != kind_of(place.tensor):
+            wrong.append(f"{keys[0]}: file {text_of(info)}, model {text_of(place.tensor)}")
     known = {name for place in places for name in place.names}
     known.update(name for name, _ in model.named_buffers(remove_duplicate=False))
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # transformers
     unexpected = [
-        f"{key} {_text(info)}"
+        f"{key} {text_of(info)}"
         for key, info in store.infos.items()
         if key not in known and not any(re.search(p, key) for p in patterns)
     ]
@@ -329,12 +330,14 @@ def _check_tied(places: Sequence[Place], store: Store) -> None:
                 )
 
 
-def _kind(tensor: Tensor | TensorInfo) -> tuple[bool, bool] | None:
+def kind_of(tensor: Tensor | TensorInfo) -> tuple[bool, bool] | None:
+    """Whether its numbers are floating-point, or complex: what a cast does not change."""
     dtype = tensor.dtype
     return None if dtype is None else (dtype.is_floating_point, dtype.is_complex)
 
 
-def _text(tensor: Tensor | TensorInfo) -> str:
+def text_of(tensor: Tensor | TensorInfo) -> str:
+    """Shape and dtype, for messages."""
     dtype = str(tensor.dtype).removeprefix("torch.") if tensor.dtype else "a dtype torch lacks"
     return f"{tuple(tensor.shape)} {dtype}"
 

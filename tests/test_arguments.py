@@ -87,9 +87,9 @@ def test_values_of_a_checkpoint_that_nobody_checked(tmp_path: Path) -> None:
     found = json.loads(file.read_text())
     del found["checksum"], found["checksums"]
     damage: dict[str, tuple[Any, str]] = {
-        "step": ("1", "it lacks step"),
-        "files": (5, "it lacks files"),
-        "extra": ({"a": {"$tensor": "lost"}}, "lacks 'lost'"),
+        "step": ("1", "step is '1', not a whole number or null"),
+        "files": (5, "files is 5, not a list"),
+        "extra": ({"a": {"$tensor": "lost"}}, r"extra\.a lacks its tensor 'lost'"),
         "random": ({}, r"no whole states of the random generators .* rng=False"),
     }
     for key, (value, message) in damage.items():

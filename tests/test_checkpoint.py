@@ -494,6 +494,36 @@ def test_in_the_middle_of_a_step_it_is_refused(schedule: Any, tmp_path: Path) ->
     run.close()
 
 
+@pytest.mark.parametrize("states", ["device", "host", "ssd"])
+def test_gradients_that_were_added_up_are_said_to_be_left_out(states: Any, tmp_path: Path) -> None:
+    """Once a call; a save at any other time says nothing (warnings are errors here)."""
+    run = started(tmp_path, states=states, accumulate=3)
+    ids = torch.randint(0, VOCAB, (12,))
+    run.save(tmp_path / "c")  # before the first forward
+    for size, text in ((1, "1 backward"), (2, "2 backwards")):
+        for _ in range(size):
+            run.model(ids).backward()
+        with pytest.warns(UserWarning, match=rf"save in the middle .* lacks {text},") as said:
+            run.save(tmp_path / "c")
+        assert len(said) == 1
+        assert said[0].filename == __file__  # the line of the loop
+        with pytest.raises(LohanError, match="extra=5"):  # what is wrong is said instead
+            lohan_fx.save(run.model, tmp_path / "c", extra=5)  # type: ignore[arg-type]
+        lohan_fx.save(run.model, tmp_path / "weights", optimizer=False)
+        run.optimizer.step()
+        run.save(tmp_path / "c")
+        run.optimizer.zero_grad()
+    for to_none in (True, False):
+        run.model(ids).backward()
+        run.optimizer.zero_grad(set_to_none=to_none)
+        run.save(tmp_path / "c")
+    run.close()
+    kept = started(tmp_path, **HOST, gradients="kept")
+    kept.model(ids).backward()
+    kept.save(tmp_path / "c")
+    kept.close()
+
+
 def test_a_model_between_two_steps_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -674,6 +704,28 @@ def test_a_flipped_bit_is_found(name: str, kind: str, tmp_path: Path) -> None:
     found = other.train(1)
     run.load(tmp_path / "whole")
     assert found == run.train(1)
+    other.close()
+
+
+def test_damaged_states_that_wait_for_memory_are_not_forgotten(tmp_path: Path) -> None:
+    """Whoever asks for them is refused, again and again; they do not begin as zeros."""
+    run = started()
+    run.train(1)
+    run.save(tmp_path / "c")
+    _flipped("optimizer.safetensors", -40)(tmp_path / "c")
+    other = started(tmp_path, seed=7, **HOST)
+    other.load(tmp_path / "c")
+    asks: list[Callable[[], Any]] = [
+        other.optimizer.state_dict,
+        lambda: other.save(tmp_path / "d"),
+        other.train,
+        other.optimizer.state_dict,
+    ]
+    for ask in asks:
+        with pytest.raises(CheckpointError, match=r"optimizer\.safetensors is damaged: tensor"):
+            ask()
+    lohan_fx.load(other.model, tmp_path / "c", verify=False)
+    other.train()
     other.close()
 
 

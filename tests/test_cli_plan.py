@@ -289,7 +289,9 @@ def test_other_errors(hw: Path, saved: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     make_plan("lohan", gpt_workload(), small_hardware(), budget()).save(plan)
     assert "holds no workload" in message("simulate", plan)
-    assert "none.json does not exist" in message("simulate", tmp_path / "none.json")
+    nowhere = message("simulate", tmp_path / "none.json")
+    assert "cannot read the plan" in nowhere
+    assert "none.json: No such file" in nowhere
     assert "did you mean '24GiB'" in message("plan", TOY, "--hw", hw, "--memory", "device=24")
     assert "ends in .csv" in message("ablate", TOY, "--hw", hw, "--out", tmp_path / "a.txt")
     ask = ("ablate", TOY, "--hw", hw, "--strategy")

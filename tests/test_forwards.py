@@ -264,6 +264,26 @@ def test_memory_is_planned_for_all(
     none.lohan.close()
 
 
+def test_host_memory_that_waiting_forwards_lack_is_named(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for one forward, but not for what eight others hold."""
+    remember_captures(monkeypatch, "gpt2")
+    model, inputs = make("gpt2")
+    optimizer = training_of("adam", model).optimizer
+    options = {"strategy": "swap-all", "states": "device", "swap_to": "host"}
+    one = compiled(model, optimizer, hw, **options)
+    peak = one.lohan.prepare(**inputs).plan.prediction.peak_host_bytes
+    one.lohan.close()
+    tight = {"device": "64MiB", "host": peak, "ssd": 0}
+    made = compiled(model, optimizer, hw, **options, forwards=9, memory=tight)
+    with pytest.raises(InsufficientMemoryError, match="what waiting forwards hold") as error:
+        made.lohan.prepare(**inputs)
+    assert error.value.tier == "host"
+    assert (error.value.need_bytes, error.value.have_bytes) == (8 * peak, peak)
+    made.lohan.close()
+
+
 def test_strategies_use_what_is_left(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = twice("frozen")
     check("frozen", loop, hw, monkeypatch, strategy=Squeezed("pareto"), forwards=2)

@@ -7,6 +7,9 @@ host, as a model too large for the device would be.
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -389,3 +392,37 @@ def test_peak_is_the_planned_one(tmp_path: Path) -> None:
         assert abs(planned - peak) <= 0.01 * peak, (strategy, planned, peak)
         del output
         made.lohan.close()
+
+
+def test_backward_may_begin_with_a_matrix_product(tmp_path: Path) -> None:
+    """On autograd's thread, which has no context yet: cuBLAS would warn, once in a process."""
+    code = f"""
+        from pathlib import Path
+        import torch
+        from torch import nn
+        import lohan_fx
+        from tests.training import cpu_hardware
+
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        made = lohan_fx.compile(
+            model,
+            hw=cpu_hardware(Path({str(tmp_path)!r}), device_kind="cuda"),
+            optimizer=optimizer,
+            strategy="recompute-all",
+            states="device",
+            fused=False,
+            dtype=None,
+            outputs="all",
+        )
+        x = torch.ones(8, 64, device="cuda")
+        made(x).backward(x)
+        optimizer.step()
+        made.lohan.close()
+    """
+    subprocess.run(
+        [sys.executable, "-W", "error:Attempting to run cuBLAS", "-c", textwrap.dedent(code)],
+        check=True,
+        timeout=300,
+        cwd=Path(__file__).parent.parent,
+    )

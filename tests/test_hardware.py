@@ -158,6 +158,12 @@ def test_flops_per_s() -> None:
     assert hw.flops_per_s("float64") == hw.block_flops_per_s
 
 
+def test_compute_is_no_gpu_on_a_cpu() -> None:
+    lanes = ("gpu", "h2d", "ssd", "cpu")
+    assert [make_profile(device_kind="cpu").lane_name(x) for x in lanes] == ["compute", *lanes[1:]]
+    assert [make_profile(device_kind="cuda").lane_name(x) for x in lanes] == [*lanes]
+
+
 def test_ssd_bytes_is_the_sum() -> None:
     assert make_profile().ssd_bytes == 3 * 10**12
 
@@ -209,7 +215,11 @@ def test_the_profile_keeps_its_own_copy_of_the_rates() -> None:
 rate = st.floats(min_value=1e-3, max_value=1e18)
 size = st.integers(1, 2**60)
 ssd_devices = st.builds(
-    SsdDevice, path=st.text(), read_bytes_per_s=rate, write_bytes_per_s=rate, capacity_bytes=size
+    SsdDevice,
+    path=st.text(min_size=1).map(lambda text: text.replace("\0", "0")),
+    read_bytes_per_s=rate,
+    write_bytes_per_s=rate,
+    capacity_bytes=size,
 )
 
 

@@ -383,3 +383,19 @@ def test_wrong_arguments_are_named(
     with pytest.raises(LohanError, match=message):
         lohan_fx.compile(model, **given)
     assert not isinstance(model, LohanModule)
+
+
+def test_what_is_given_without_its_name_is_told_it(hw: HardwareProfile) -> None:
+    model, _ = make("mlp")
+    optimizer = training_of("adamw", model).optimizer
+    compile: Any = lohan_fx.compile  # a checker of types refuses these calls, too
+    for given, message in (
+        ((optimizer,), r"by its place: write the AdamW as optimizer=…, as in .*optimizer=opt"),
+        ((hw, optimizer), "write the HardwareProfile as hw=…"),
+        (("pareto",), "write every other argument by its name"),
+    ):
+        with pytest.raises(LohanError, match=message):
+            compile(model, *given)
+    with pytest.raises(LohanError, match="not the AdamW: write optimizer= for that"):
+        compile(model, hw=optimizer)
+    assert not isinstance(model, LohanModule)

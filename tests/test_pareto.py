@@ -485,6 +485,33 @@ def test_infeasible_names_the_smallest_budget(seed: int) -> None:
     assert again.value.need_bytes == error.need_bytes
 
 
+@pytest.mark.parametrize("states", ["auto", "host"])
+def test_host_memory_for_second_copies_is_named(states: Any) -> None:
+    """Not the device, which would have to hold all units that host memory cannot hold twice."""
+    workload, hw = gpt_workload(layers=2), small_hardware(ssd=False)
+    late = PlannerOptions(states="host", schedule="deferred")
+    p = make_plan("recompute-all", workload, hw, budget(), late).prediction
+    limit = budget(device=p.peak_device_bytes * 21 // 20, host=p.peak_host_bytes, ssd=0)
+    tries = PlannerOptions(states=states, schedule="speculative")
+    with pytest.raises(InsufficientMemoryError) as caught:
+        Pareto().solve(workload, hw, limit, tries)
+    error = caught.value
+    assert error.tier == "host"
+    assert error.need_bytes > error.have_bytes == limit.host_bytes
+    assert "spares" in dict(error.at_peak)
+    assert "or use schedule='deferred': it needs no second copies, and fits" in str(error)
+    check(workload, Pareto().solve(workload, hw, limit, replace(late, states=states))[0], limit)
+    enough = replace(limit, host_bytes=error.need_bytes)
+    check(workload, Pareto().solve(workload, hw, enough, tries)[0], enough)
+    none = replace(limit, host_bytes=1000)
+    with pytest.raises(InsufficientMemoryError, match=r"host memory(?s:.*)does not fit either"):
+        Pareto().solve(workload, hw, none, tries)
+    if states == "auto":  # what no host memory helps
+        small = replace(limit, device_bytes=p.peak_device_bytes // 4)
+        with pytest.raises(InsufficientMemoryError, match="not enough device memory"):
+            Pareto(effort=Effort(lower=0)).solve(workload, hw, small, tries)
+
+
 def test_no_host_memory_and_no_ssd() -> None:
     workload = gpt_workload()
     limit = budget(host=0, ssd=0)

@@ -365,7 +365,7 @@ def test_files_that_hold_no_workload(planned: Planned, tmp_path: Path) -> None:
     data = json.loads(path.read_text())
     del data["planned"]["budget"]
     path.write_text(json.dumps(data))
-    with pytest.raises(PlanError, match="incomplete"):
+    with pytest.raises(PlanError, match=r"lacks 'planned\.budget'"):
         Planned.load(path)
 
 

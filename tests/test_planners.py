@@ -396,7 +396,7 @@ def test_a_broken_plan_file_is_a_plan_error(tmp_path: Path) -> None:
     for key in ("residuals", "units", "prediction", "schedule"):
         with pytest.raises(PlanError, match=key):
             Plan.from_dict({k: v for k, v in data.items() if k != key})
-    with pytest.raises(PlanError, match="wrong kind"):
+    with pytest.raises(PlanError, match="action"):
         Plan.from_dict({**data, "residuals": {"a0": {"act": "keep"}}})
     path = tmp_path / "plan.json"
     plan.save(path)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from lohan_fx.ablation import ablate
 from lohan_fx.errors import LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.metrics import KEYS
 from lohan_fx.plan import Plan
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.report import (
@@ -24,6 +29,8 @@ from lohan_fx.report import (
     step_table,
 )
 from lohan_fx.runtime.lanes import Counters
+from lohan_fx.runtime.recording import Recorder
+from lohan_fx.timeline import format_diff, load_trace
 from lohan_fx.workload import Workload
 from tests.workloads import budget, gpt_workload, small_hardware
 
@@ -200,3 +207,38 @@ def test_the_model_reports_itself() -> None:
         assert after["host to device"] == [before["host to device"][0]] * 2
     finally:
         model.lohan.close()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "schedule"),
+    [("pareto", "deferred"), ("lohan", "optimized"), ("fuyou", "serial"), ("lohan", "deferred")],
+)
+def test_nothing_that_people_read_calls_a_cpu_a_gpu(
+    strategy: str, schedule: Any, tmp_path: Path
+) -> None:
+    """The compute lane is named where it binds, in tables, notes, summaries and traces."""
+    texts = {}
+    for kind in ("cpu", "cuda"):
+        hw = small_hardware(device_kind=kind, matmul_flops_per_s={"bfloat16": 1e9})
+        made = ablate(gpt_workload(), hw=hw, strategies=[strategy], schedule=schedule)
+        planned = made.rows[0].planned
+        assert planned is not None
+        timeline = planned.simulation.timeline
+        planned.trace(tmp_path / "trace.json")
+        assert load_trace(tmp_path / "trace.json")[0].compute == timeline.compute
+        parts = [
+            *(str(made), planned.report(), str(planned.plan), timeline.summary()),
+            *(format_diff(timeline, timeline), (tmp_path / "trace.json").read_text()),
+        ]
+        texts[kind] = "\n".join(parts)
+    assert not re.search(r"\bgpu\b", texts["cpu"])
+    assert len(re.findall(r"\bcompute\b", texts["cpu"])) > 4
+    assert re.search(r"\bgpu\b", texts["cuda"])
+
+
+def test_a_recording_on_a_cpu_has_no_gpu() -> None:
+    recorder = Recorder(torch.device("cpu"))
+    recorder.begin_compute()
+    recorder.end_compute()
+    assert re.search(r"^ *compute +0", recorder.timeline("step").summary(), re.MULTILINE)
+    assert not [key for key in KEYS if "gpu" in key]

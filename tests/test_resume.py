@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lohan_fx
 from lohan_fx.errors import LohanError, StepError
@@ -129,22 +130,35 @@ def test_replaced_layers_and_foreign_optimizers_are_refused(tmp_path: Path) -> N
     model, optimizer = compiled(tmp_path)
     train(model, optimizer, 1)
     model[1] = Block()
-    with pytest.raises(StepError, match=r"1\.up\.weight is another tensor .*close\(\)"):
-        train(model, optimizer, 1)
+    for rows in (64, 32):  # a program is there, or would be made
+        with pytest.raises(StepError, match=r"1\.up\.weight is another tensor .*close\(\)"):
+            model(torch.ones(rows, 64))
     model.lohan.close()
     _, foreign = make()
     with pytest.raises(LohanError, match="no parameter of the Sequential is in the optimizer"):
         lohan_fx.compile(make()[0], hw=cpu_hardware(tmp_path), optimizer=foreign)
 
 
-def test_writes_beside_running_updates_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["same", "another shape", "evaluation", "prepare"])
+def test_writes_beside_running_updates_are_refused(call: str, tmp_path: Path) -> None:
+    """Also by a call that would make a program first, and wait for the updates with that."""
     model, optimizer = compiled(tmp_path, schedule="overlapped", states="host")
     train(model, optimizer, 1)
     with torch.no_grad():
         next(iter(optimizer.param_groups[0]["params"])).zero_()
-    with pytest.raises(StepError, match=r"written while updates .*sync"):
-        train(model, optimizer, 1)
+    other = torch.ones(32, 64)
+    calls = {
+        "same": lambda: train(model, optimizer, 1),
+        "another shape": lambda: model(other),
+        "evaluation": torch.no_grad()(lambda: model(other)),
+        "prepare": lambda: model.lohan.prepare(other),
+    }
+    for _ in range(2):  # until it is mended
+        with pytest.raises(StepError, match=r"written while updates .*sync"):
+            calls[call]()
+    assert len(model.lohan.programs) == 1
     model.lohan.sync()
+    calls[call]()
     train(model, optimizer, 1)
     model.lohan.close()
 
@@ -160,6 +174,71 @@ def test_states_in_the_middle_of_a_step_are_refused(schedule: Any, tmp_path: Pat
             ask()
     optimizer.step()
     assert len(optimizer.state_dict()["state"]) == len(state["state"])
+    model.lohan.close()
+
+
+@pytest.mark.parametrize("schedule", ["serial", "overlapped", "deferred"])
+@pytest.mark.parametrize("states", ["device", "host", "ssd"])
+def test_averages_of_weights(states: Any, schedule: Any, tmp_path: Path) -> None:
+    """EMA and SWA of torch.optim.swa_utils, made of the model before it is compiled; asking for its
+    parameters waits for late updates."""
+
+    def averaged(model: nn.Module) -> list[AveragedModel]:
+        return [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)), AveragedModel(model)]
+
+    def run(model: nn.Module, optimizer: Any, averages: list[AveragedModel]) -> list[Tensor]:
+        for _ in range(3):
+            train(model, optimizer, 1)
+            for average in averages:
+                average.update_parameters(model)
+        x = torch.linspace(0, 1, 64 * 64).view(64, 64)
+        return [*(p.detach() for a in averages for p in a.parameters()), *(a(x) for a in averages)]
+
+    plain, its = make()
+    wanted = run(plain, its, averaged(plain))
+    model, optimizer = make()
+    averages = averaged(model)
+    made: Any = lohan_fx.compile(
+        model,
+        hw=cpu_hardware(tmp_path),
+        optimizer=optimizer,
+        strategy="swap-all",
+        memory=BUDGET,
+        states=states,
+        schedule=schedule,
+    )
+    found = run(made, optimizer, averages)
+    assert all(map(torch.equal, found, wanted))
+    with pytest.raises(LohanError, match="copy the model before lohan_fx"):
+        AveragedModel(made)
+    made.lohan.close()
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_states_that_do_not_fit_are_refused_when_they_are_loaded(ran: bool, tmp_path: Path) -> None:
+    """Not at the first forward, nor when some units have theirs already."""
+    plain, its = make()
+    train(plain, its, 2)
+    weights, state = saved(plain, its)
+    model, optimizer = compiled(tmp_path)
+    if ran:
+        train(model, optimizer, 1)
+        before = saved(model, optimizer)
+    last = max(state["state"])
+    for key, wrong, message in (
+        ("exp_avg", torch.ones(5), r"state exp_avg of 2\.down\.bias has shape \(5,\), the .*\(64,"),
+        ("max_exp_avg_sq", None, r"has for 2\.down\.bias lacks max_exp_avg_sq"),
+    ):
+        broken = copy.deepcopy(state)
+        broken["state"][last][key] = wrong
+        with pytest.raises(StepError, match=message):
+            optimizer.load_state_dict(broken)
+    if ran:
+        after = saved(model, optimizer)
+        assert str(after) == str(before)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert train(model, optimizer, 2) == train(plain, its, 2)
     model.lohan.close()
 
 

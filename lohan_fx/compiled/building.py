@@ -105,7 +105,6 @@ class Builder:
                 "before optimizer.step(), but the options about gradients need all of them before: "
                 "plan with schedule 'deferred' or 'serial'"
             )
-        behind = programs.behind
         programs.sync()  # updates of the last step may still read buffers
         memory = programs.memory
         if (
@@ -130,19 +129,16 @@ class Builder:
             memory = programs.memory
         else:
             programs.own_memory(self._user.ref())
-            self._grow(memory, captured, workload, plan, behind=behind)
+            self._grow(memory, captured, workload, plan)
         with self.stage("rewrite"):
             return self._rewrite(memory, captured, workload, plan)
 
-    def _grow(
-        self, memory: Memory, captured: Captured, workload: Workload, plan: Plan, *, behind: bool
-    ) -> None:
+    def _grow(self, memory: Memory, captured: Captured, workload: Workload, plan: Plan) -> None:
         """Let memory that other programs have suffice for one more."""
         updater, schedule = memory.updater, plan.schedule
         if updater is not None and not captured.has_backward:
             schedule = updater.schedule  # it updates nothing: that of training programs stays
         if memory.spares and schedule != "speculative":  # others have plans for that memory
-            memory.states.sync_from_user(behind=behind)
             memory.drop_spares()
         grown = allocation.reserve(memory, self.options.hw, workload, plan) or not memory.connected
         allocation.make_spares(memory, workload, schedule)

@@ -86,11 +86,12 @@ def fitting_plan(
         }
         if not less:
             return plan
-        if min(less.values()) < 0:
+        tier = min(less, key=less.__getitem__)
+        if less[tier] < 0:
             raise InsufficientMemoryError(
-                "device",
-                others * waiting["device_bytes"],
-                options.budget.device_bytes,
+                tier.removesuffix("_bytes"),
+                others * waiting[tier],
+                getattr(options.budget, tier),
                 where="what waiting forwards hold",
                 advice=f"give more memory, or a smaller forwards= than {options.forwards}",
             )

@@ -28,7 +28,7 @@ from lohan_fx.compiled.optimizer_step import OptimizerStep, StepHook
 from lohan_fx.compiled.options import Options
 from lohan_fx.compiled.programs import CompiledProgram, NumWaiting, Programs
 from lohan_fx.compiled.replanning import Replanner
-from lohan_fx.compiled.running import Runner
+from lohan_fx.compiled.running import Runner, take_over_parameters
 from lohan_fx.compiled.training import training_of
 from lohan_fx.compiled.user_module import UserModule
 from lohan_fx.errors import StepError
@@ -169,12 +169,15 @@ class CompiledModel:
 
         Raises:
             StepError: backward has begun a step that optimizer.step() has not ended, whose
-                gradients are in buffers that a new program may replace.
+                gradients are in buffers that a new program may replace; or as forward, about
+                parameters.
         """
         with _outside_inference_mode():
             self._programs.clear_unfinished()
             self.integrity.check_step()
-            key = self._lookup.signature(self._user.parameters(), args, kwargs)
+            named = self._user.parameters()
+            take_over_parameters(self._programs, named)
+            key = self._lookup.signature(named, args, kwargs)
             return self._lookup.program(args, kwargs, key)
 
     @torch.compiler.disable(reason=_COMPILED)  # type: ignore[untyped-decorator]

@@ -45,9 +45,7 @@ class Replanner:
         if not refinement.before_step(program.executor, memory.lanes):
             return program
         self._refinement = None
-        behind = programs.behind
-        programs.sync()
-        memory.states.sync_from_user(behind=behind)  # before units move
+        programs.sync()  # units may move; what user code wrote into them has been taken over
         measured = refinement.measured(program.workload, builder.options.hw, program.plan.schedule)
         refinement.detach(memory.lanes)
         if measured is None:

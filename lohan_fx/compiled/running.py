@@ -22,7 +22,6 @@ from lohan_fx.compiled.user_module import UserModule
 from lohan_fx.errors import LohanError, StepError
 from lohan_fx.runtime.eager import ReadParameters
 from lohan_fx.runtime.executor import Executor
-from lohan_fx.runtime.memory import Memory
 from lohan_fx.runtime.step import Buffers, Step
 from lohan_fx.signature import foreign_input
 
@@ -57,8 +56,9 @@ class Runner:
         inputs = [self._input(x) for x in pytree.tree_leaves((args, kwargs))]
         programs.clear_unfinished()
         self._integrity.check_step()
-        programs.end_interrupted()
         named = self._user.parameters()  # walking through modules once: it takes a millisecond
+        take_over_parameters(programs, named)
+        programs.end_interrupted()
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in named.values())
         if grad:
             refuse_uncalled(self._training.names, named, self._user.inner)
@@ -71,8 +71,6 @@ class Runner:
         executor = self._replanner.program_for(program).executor
         assert programs.memory is not None
         place = self._make_place(executor)
-        _check_parameters(programs.memory, named)
-        programs.memory.states.sync_from_user(behind=programs.behind)
         # the program's ops have their dtypes: no autocast region changes them again
         with torch.autocast(self._device.type, enabled=False):
             if not executor.captured.has_backward:
@@ -133,8 +131,19 @@ class Runner:
         return next(k for k in range(self._num_places) if k not in taken)
 
 
-def _check_parameters(memory: Memory, named: Mapping[str, nn.Parameter]) -> None:
-    """Refuse a model whose layers are others than those that were moved."""
+def take_over_parameters(programs: Programs, named: Mapping[str, nn.Parameter]) -> None:
+    """Take over what user code wrote into parameters since the last step.
+
+    It comes before a program is looked for: making one waits for the last step's updates, and
+    afterwards nobody knows that they ran beside the write.
+
+    Raises:
+        StepError: the model's layers are others than those that were moved; or parameters were
+            written while updates ran.
+    """
+    memory = programs.memory
+    if memory is None:
+        return
     known = {id(p) for unit in memory.states.units for p in unit.parameters}
     for name, p in named.items():
         if id(p) not in known:
@@ -142,3 +151,4 @@ def _check_parameters(memory: Memory, named: Mapping[str, nn.Parameter]) -> None
                 f"parameter {name} is another tensor than when the model was compiled: call "
                 "model.lohan.close() before replacing layers, and compile again"
             )
+    memory.states.sync_from_user(behind=programs.behind)

@@ -43,7 +43,13 @@ from lohan_fx.planners.schedule import Choices, Draft, device_error, draft, fini
 from lohan_fx.planners.simplex import lagrangian_bound, solve
 from lohan_fx.planners.strategy import Strategy
 from lohan_fx.planners.time_rows import Stages
-from lohan_fx.planners.trial import leanest_draft, least_memory, make_draft, solve_at
+from lohan_fx.planners.trial import (
+    leanest_draft,
+    least_host,
+    least_memory,
+    make_draft,
+    solve_at,
+)
 from lohan_fx.program import Residency, lower, residency
 from lohan_fx.workload import Workload
 
@@ -230,7 +236,7 @@ class _Search:
         if self.best is None:
             self.lean_plan()
         if self.best is None:
-            raise self.error()
+            raise self.error_of_second_copies() or self.error()
         report = ParetoReport(
             step_s=self.best.seconds,
             bound_s=self.bound_s,
@@ -612,7 +618,7 @@ class _Search:
                 for resource, part in (("gpu", 1 - lane), (row.resource, lane)):
                     total[resource] = total.get(resource, 0.0) - float(price) * part
             if total:
-                found[stage] = max(total, key=lambda r: (total[r], r))
+                found[stage] = self.hw.lane_name(max(total, key=lambda r: (total[r], r)))
         return found
 
     def device_price(self) -> float:
@@ -630,6 +636,42 @@ class _Search:
             self.finish(made, self.budget)
         else:
             self.errors.append(device_error(made.memory, self.budget, NAME))
+
+    def error_of_second_copies(self) -> InsufficientMemoryError | None:
+        """With schedule "speculative": of host memory, if a plan fits with more of that alone.
+
+        What has no room there twice goes to the device, so the leanest plan would lack that.
+        """
+        if self.options.schedule != "speculative":
+            return None
+        found = least_host(self.model, self.budget, NAME, self.effort.lean)
+        if found is None:
+            return None
+        need, made = found
+        parts = host_bytes_needed(self.workload, made.plan)
+        advice = "Give the plan more host memory or an SSD"
+        if self.fits_deferred():
+            advice += ", or use schedule='deferred': it needs no second copies, and fits."
+        else:
+            advice += "; schedule='deferred', which needs no second copies, does not fit either."
+        return InsufficientMemoryError(
+            "host",
+            need,
+            self.budget.host_bytes,
+            where="the whole step, with second copies of units in host memory",
+            at_peak=sorted(((n, b) for n, b in parts.items() if b), key=lambda part: -part[1]),
+            advice=advice,
+        )
+
+    def fits_deferred(self) -> bool:
+        """Whether there is a plan for the same budget without second copies."""
+        options = replace(self.options, schedule="deferred")
+        other = replace(self, options=options, best=None, by_source={}, errors=[], around=[])
+        for step in (other.lean_plan, other.own_plans, other.other_strategies, other.ladder):
+            step()
+            if other.best is not None:
+                return True
+        return False
 
     def error(self) -> InsufficientMemoryError:
         """What the leanest plan needs; of the device if that is what it lacks.

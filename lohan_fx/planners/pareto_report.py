@@ -14,7 +14,8 @@ class ParetoReport:
         step_s: seconds of the simulated step.
         bound_s: no plan that options and budgets allow takes less, by the simulator.
         gap: step_s / bound_s − 1.
-        binding: stage → the resource that binds it in the optimum of the linear program.
+        binding: stage → the resource that binds it in the optimum of the linear program, as
+            reports call it.
         device_s_per_byte: seconds that one more byte of device memory would save, at the margin.
         source: the strategy whose plan it is; "pareto" for its own.
         exhaustive: every assignment was either simulated or ruled out by its bound.

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lohan_fx.errors import InsufficientMemoryError
+from lohan_fx.footprint import host_breakdown, host_bytes_needed
 from lohan_fx.hardware import MemoryBudget
+from lohan_fx.plan import Tier
 from lohan_fx.planners.assign import Assignment, assign, choices_of, rounded
 from lohan_fx.planners.integer import solve_whole
 from lohan_fx.planners.keep import keep_greedily
@@ -229,6 +231,40 @@ def _leaner(model: Model, now: Assignment, made: Draft) -> Iterator[dict[str, Op
             if option in group.options and option != now[v]:
                 for members in (group.members, (v,)) if len(group.members) > 1 else ((v,),):
                     yield {**now, **dict.fromkeys(members, option)}
+
+
+def least_host(
+    model: Model, budget: MemoryBudget, name: str, trials: int
+) -> tuple[int, Draft] | None:
+    """Host bytes with which `leanest_draft` fits the device, and its draft there.
+
+    The least that is more than the budget's, to 1%; None: no amount of host memory helps.
+    """
+    w = model.workload
+
+    def fitting(host_bytes: int, trials: int = 0) -> Draft | None:
+        made = leanest_draft(model, replace(budget, host_bytes=host_bytes), name, trials)
+        fits = made is not None and made.memory.peak_bytes <= budget.device_bytes
+        return made if fits else None
+
+    tiers: dict[str, Tier] = dict.fromkeys(w.unit_by_name, "host")
+    sizes = [w.values[v].num_bytes for v in w.residuals]
+    whole = host_breakdown(w.units, tiers, model.options.update_schedule, sizes, sizes)
+    low, need = budget.host_bytes, max(sum(whole.values()), budget.host_bytes + 1)
+    found = fitting(need)
+    if found is None:  # the only one that is worth the trials
+        found = fitting(need, trials)
+        return None if found is None else (need, found)
+    while need - low > max(1, need // 100):
+        middle = (low + need) // 2
+        made = fitting(middle)
+        if made is None:
+            low = middle
+        else:
+            need, found = middle, made
+    used = sum(host_bytes_needed(w, found.plan).values())
+    made = fitting(used) if low < used < need else None
+    return (need, found) if made is None else (used, made)
 
 
 def least_memory(model: Model, budget: MemoryBudget) -> float:

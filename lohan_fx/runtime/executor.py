@@ -173,6 +173,7 @@ class Executor:
         return found
 
     def _run(self, half: fx.GraphModule, arguments: list[Any]) -> Any:
+        self.engine.lanes.bind_thread()
         return half(arguments) if self.timer is None else self.timer.run(half, arguments)
 
     def drop(self, pending: Pending) -> None:

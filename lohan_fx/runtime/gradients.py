@@ -139,6 +139,14 @@ class Gradients:
                     states.sums[i] = False
         return any(any(states.sums) for states in self._units)
 
+    def holds_sums(self) -> bool:
+        """Whether gradients were added up that no step and no zero_grad() has taken since."""
+        return any(
+            has and isinstance(p.grad, ConsumedGradient) and not p.grad.zeroed
+            for states in self._units
+            for has, p in zip(states.sums, states.parameters, strict=True)
+        )
+
     def mark_consumed(self, emitted: Iterable[tuple[UnitStates, Sequence[bool]]]) -> None:
         """Put guards where plain PyTorch would have gradients."""
         for states, has in emitted:

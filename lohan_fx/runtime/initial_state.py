@@ -34,12 +34,14 @@ class InitialState:
     scalars: ScalarState
 
 
-def pull_initial_state(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> InitialState:
+def pull_initial_state(
+    optimizer: Optimizer, params: Sequence[nn.Parameter], names: Sequence[str] = ()
+) -> InitialState:
     """Read what `optimizer` keeps for `params`: loaded from a checkpoint, left by plain steps, or
     made at construction (Adagrad).
 
     Only state that the present hyperparameters use is returned. Nothing is changed: call
-    `release_state` once the tensors are copied.
+    `release_state` once the tensors are copied. Messages have the parameters' `names`, if given.
 
     Raises:
         UnsupportedOptimizerError: as `check_supported`.
@@ -64,17 +66,18 @@ def pull_initial_state(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> 
             scalars.append(None)
             continue
         missing = [name for name in wanted if name not in entry]
+        called = names[i] if names else f"parameter {i} of the unit"
         if missing:
             raise StepError(
-                f"the state that {type(optimizer).__name__} has for parameter {i} of the unit "
+                f"the state that {type(optimizer).__name__} has for {called} "
                 f"lacks {', '.join(missing)}, which group {g} needs: construct the optimizer with "
                 "the options that the state was made with"
             )
         for name in layout.tensors:
             if entry[name].shape != p.shape:
                 raise StepError(
-                    f"state {name} of parameter {i} of the unit has shape "
-                    f"{tuple(entry[name].shape)}, the parameter {tuple(p.shape)}"
+                    f"state {name} of {called} has shape {tuple(entry[name].shape)}, the parameter "
+                    f"{tuple(p.shape)}"
                 )
         tensors.append({name: entry[name] for name in layout.tensors})
         scalars.append({name: float(entry[name]) for name in layout.scalars})

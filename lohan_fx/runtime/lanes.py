@@ -394,6 +394,17 @@ class Lanes:
         event.record()
         return event
 
+    def bind_thread(self) -> None:
+        """Make the device's context current on the calling thread, which is to run compute.
+
+        torch's autograd runs backward on a thread of its own, which has none until its first call
+        that needs one (for device 0 torch does not set the device, as it is the default). If that
+        is a matrix product, as where backward begins with recomputing, cuBLAS finds no context,
+        and torch warns. A query of the stream is the cheapest such call.
+        """
+        if self._cuda:
+            torch.cuda.current_stream(self.device).query()
+
     # -- host tier ---------------------------------------------------------------------------
 
     def to_host(self, pairs: Sequence[tuple[Tensor, Tensor]], label: Label) -> Ticket:

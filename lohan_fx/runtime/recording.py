@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lohan_fx.hardware import lane_name
 from lohan_fx.timeline import Lane, Span, StepPhase, Timeline
 
 Stamp = torch.cuda.Event | float
@@ -101,7 +102,8 @@ class Recorder:
                     phase=r.label.phase,
                 )
             )
-        return Timeline(name=name, spans=tuple(spans))
+        compute = lane_name("gpu", "cuda" if self._cuda else "cpu")
+        return Timeline(name=name, spans=tuple(spans), compute=compute)
 
     def _seconds(self, stamp: Stamp) -> float:
         if isinstance(stamp, float):

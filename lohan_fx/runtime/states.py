@@ -39,7 +39,8 @@ def _take_states(states: UnitStates, optimizer: torch.optim.Optimizer) -> None:
     """Move what the optimizer keeps for a unit into the unit's flats."""
     if states.optimizer is None or states.flats is None:
         return
-    initial = pull_initial_state(optimizer, states.parameters)
+    names = [s.name for s in states.layout.slices]
+    initial = pull_initial_state(optimizer, states.parameters, names)
     for name, flat in states.flats.moments.items():
         views = views_of(flat, states.layout.slices)
         for view, tensors in zip(views, initial.tensors, strict=True):
@@ -225,7 +226,7 @@ class ModelStates:
         counter, replaced memory (``p.data = …``) by its address.
 
         Args:
-            behind: updates of the last step may still run, or may have run since the write.
+            behind: updates of the last step may still run.
 
         Raises:
             StepError: something was written, and `behind`.

@@ -137,7 +137,12 @@ class _Step:
         step_s = self.time - self.origin
         spans = tuple(self.record.finish(self.origin, self.time))
         return Simulation(
-            timeline=Timeline(name=name, spans=spans, memory=self._memory()),
+            timeline=Timeline(
+                name=name,
+                spans=spans,
+                memory=self._memory(),
+                compute=self.hw.lane_name("gpu"),
+            ),
             step_s=step_s,
             forward_s=self.forward_end - self.origin,
             backward_s=self.backward_end - self.forward_end,
