@@ -18,8 +18,8 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from lohan_fx._compat import is_wrapper_subclass
 from lohan_fx.errors import LohanError, StorageError, format_bytes
 from lohan_fx.manifest import HEADER, UNKNOWN, WHOLE_FILE, bytes_of
+from lohan_fx.runtime.lanes import Lane
 from lohan_fx.weights import DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -104,19 +105,22 @@ class TensorFile:
         """Write tensor by tensor, and make checksums beside the writes: neither needs the GIL."""
         file.write(self._header)
         since = 0
-        with ThreadPoolExecutor(1) as beside:
+        with contextlib.closing(Lane("checksums")) as beside:
             for key, tensor in self._tensors.items():
                 plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
                 data = bytes_of(plain)
-                checksum = beside.submit(zlib.crc32, data)
+                checked = beside.submit(partial(self._check, key, data))
                 file.write(data)
-                self.checksums[key] = checksum.result()
+                checked.synchronize()
                 since += len(data)
-                del plain, data, checksum
+                del plain, data
                 if since > _RELIEVE_BYTES:
                     since = 0
                     relieve()
         relieve()
+
+    def _check(self, key: str, data: memoryview) -> None:
+        self.checksums[key] = zlib.crc32(data)
 
 
 def tensor_files(

@@ -16,8 +16,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,9 @@ from torch import nn
 from lohan_fx.arguments import path_of
 from lohan_fx.errors import HardwareError, StorageError, format_bytes
 from lohan_fx.hardware import HardwareProfile, SsdDevice
+from lohan_fx.runtime.lanes import Lane
 from lohan_fx.runtime.optimizer import UnitOptimizer
+from lohan_fx.runtime.ssd import IoPool
 
 _T = TypeVar("_T")
 
@@ -327,10 +328,13 @@ def _link_bytes_per_s(meter: _Meter) -> tuple[float, float, float]:
 
         both_s = meter.seconds(both, cap_s=0.6)
     else:
-        with ThreadPoolExecutor(2) as pool:
-            both_s = meter.seconds(
-                lambda: list(pool.map(lambda copy: copy(), (h2d, d2h))), cap_s=0.6
-            )
+        with closing(Lane("h2d")) as first, closing(Lane("d2h")) as second:
+
+            def both() -> None:
+                for ticket in (first.submit(h2d), second.submit(d2h)):
+                    ticket.synchronize()
+
+            both_s = meter.seconds(both, cap_s=0.6)
     return num_bytes / h2d_s, num_bytes / d2h_s, 2 * num_bytes / both_s
 
 
@@ -483,19 +487,20 @@ def _ssd_bytes_per_s(
     file is read without touching the disk."""
     deadline = time.perf_counter() + cap_s
     rates: list[float] = []
-    with ThreadPoolExecutor(_SSD_THREADS * len(files)) as pool:
+    with closing(IoPool(_SSD_THREADS * len(files))) as pool:
         while not rates or (time.perf_counter() < deadline and len(rates) < 5):
             start = time.perf_counter()
-            running = [
-                pool.submit(_ssd_pass, file, action, thread, deadline)
+            moved_bytes: list[int] = []
+            passes = [
+                partial(_ssd_pass, file, action, thread, deadline, moved_bytes)
                 for file in files
                 for thread in range(_SSD_THREADS)
             ]
-            moved_bytes = sum(future.result() for future in running)
+            pool.submit(passes).result()
             for file in files:
                 if action == "write" and not file.direct:
                     os.fsync(file.fd)
-            rates.append(moved_bytes / (time.perf_counter() - start))
+            rates.append(sum(moved_bytes) / (time.perf_counter() - start))
             for file in files:
                 if not file.direct and hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -504,12 +509,15 @@ def _ssd_bytes_per_s(
 
 
 def _ssd_pass(
-    file: _TestFile, action: Literal["read", "write"], thread: int, deadline: float
-) -> int:
-    """Move every `_SSD_THREADS`-th block, at least one; return the bytes moved."""
+    file: _TestFile,
+    action: Literal["read", "write"],
+    thread: int,
+    deadline: float,
+    moved_bytes: list[int],
+) -> None:
+    """Move every `_SSD_THREADS`-th block, at least one; append the bytes moved."""
     blocks = range(file.num_blocks) if action == "write" else sorted(file.written)
     move = os.pwritev if action == "write" else os.preadv
-    moved_bytes = 0
     for block in blocks[thread::_SSD_THREADS]:
         try:
             count = move(file.fd, [file.buffers[thread]], block * _SSD_BLOCK_BYTES)
@@ -522,7 +530,6 @@ def _ssd_pass(
             )
         if action == "write":
             file.written.add(block)
-        moved_bytes += count
+        moved_bytes.append(count)
         if time.perf_counter() > deadline:
             break
-    return moved_bytes

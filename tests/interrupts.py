@@ -4,14 +4,20 @@ own (python -m tests.interrupts traced|signals seconds), which ends with all sta
 from __future__ import annotations
 
 import faulthandler
+import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import torch
+
+from lohan_fx.atomic import TensorFile
 from lohan_fx.runtime.arena import Arena, BufferRing, Region
-from lohan_fx.runtime.lanes import Lane, RankedLane, Ticket
+from lohan_fx.runtime.lanes import Lane, Lanes, RankedLane, Ticket
 from lohan_fx.runtime.ssd import IoPool
 from lohan_fx.runtime.waiting import Future
 from tests.faults import interrupted
@@ -26,8 +32,11 @@ class Shared:
     def __init__(self) -> None:
         self.lane, self.ranked, self.pool = Lane("lane"), RankedLane("ranked"), IoPool(2)
         self.ring = BufferRing(Arena(2 * PAGE, pin=False), Region(0, 2 * PAGE, "ring"), 2)
+        self.in_flight: set[Future] = set()
+        self.made: list[Arena | IoPool | Lanes] = []  # by `touch` and `make`
         self.there = Ticket()
         self.there.finish()
+        self.num_threads = len(ours())
 
     def submit(self) -> None:
         self.lane.submit(_nothing).settle()
@@ -43,27 +52,49 @@ class Shared:
         self.lane.drain()
 
     def transfer(self) -> None:
-        in_flight: set[Future] = set()
-        future = self.pool.submit([_nothing] * 3, in_flight=in_flight)
+        future = self.pool.submit([_nothing] * 3, in_flight=self.in_flight)
         future.add_done_callback(_nothing)
         future.settle()
-        assert not in_flight
         _ = self.pool.counters
+
+    def touch(self) -> None:
+        self.made.append(Arena(17 << 20, pin=False, available_bytes=1 << 30))
+
+    def make(self) -> None:
+        if self.made:
+            time.sleep(HANGS_S)  # for the signal
+        self.made.append(Lanes(torch.device("cpu")))
+        self.made.append(IoPool(2))
+
+    def save(self) -> None:
+        with Path(os.devnull).open("wb") as file:
+            TensorFile("file", {"x": torch.zeros(1 << 20)}, {}).write(file, _nothing)
 
     def check(self) -> None:
         """All are as new."""
         self.lane.drain()
         self.ranked.drain()
+        for future in self.in_flight.copy():
+            future.settle()
         self.ring.reset()
         self.submit()
         self.drain()
         self.borrow()
         self.transfer()
+        while self.made:
+            self.made.pop().close()
+        while len(ours()) > self.num_threads:  # what was begun ends by itself
+            time.sleep(1e-4)
 
     def close(self) -> None:
         self.lane.close()
         self.ranked.close()
         self.pool.close()
+
+
+def ours() -> list[str]:
+    """Names of threads of lohan_fx."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("lohan_fx")]
 
 
 def say(line: str) -> None:
@@ -80,6 +111,7 @@ def traced(do: Callable[[], None], check: Callable[[], None]) -> int:
     """Interrupt at every line, call and return."""
     with interrupted() as counted:
         do()
+    check()
     for at in range(1, counted.count + 1):
         time.sleep(0.001)  # threads have nothing to do and sleep
         with interrupted(at) as places:
@@ -112,8 +144,9 @@ def signals(do: Callable[[], None], check: Callable[[], None], seconds: float) -
 def main(how: str, seconds: float) -> None:
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     shared = Shared()
-    for do in (shared.submit, shared.drain, shared.borrow, shared.transfer):
-        say(do.__name__)
+    for name in ("submit", "drain", "borrow", "transfer", "touch", "make", "save"):
+        do = getattr(shared, name)
+        say(name)
         check = shared.check
         count = traced(do, check) if how == "traced" else signals(do, check, seconds)
         assert count > 10

@@ -39,10 +39,11 @@ from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError, Stor
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SCHEDULES
 from lohan_fx.runtime import arena, engine, states
-from lohan_fx.runtime.arena import Arena, PageLocker
+from lohan_fx.runtime.arena import Arena, BufferRing, PageLocker
 from lohan_fx.runtime.executor import Executor
 from lohan_fx.runtime.lanes import Lane, RankedLane, Ticket
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile, striped_file
+from lohan_fx.runtime.waiting import Future
 from tests.faults import Fault, Faults, interrupted
 from tests.models import loss_of, make
 from tests.training import (
@@ -401,15 +402,15 @@ class Trained(Run):
 
     def refused(self, hw: HardwareProfile, error: type[BaseException]) -> str:
         """Set-up fails; model and optimizer are as they were, and nothing is left behind."""
-        threads = set(threading.enumerate())
+        threads = model_threads()
         with pytest.raises(error) as caught:
             self.model.lohan.prepare(**self.inputs)
         assert self.model.lohan.memory is None
         gc.collect()
         until = time.monotonic() + 5  # a thread that was told to end needs a moment
-        while not set(threading.enumerate()) <= threads and time.monotonic() < until:
+        while not model_threads() <= threads and time.monotonic() < until:
             time.sleep(0.01)
-        assert set(threading.enumerate()) <= threads
+        assert model_threads() <= threads
         assert not list(Path(hw.ssds[0].path).iterdir())
         self.check()
         return str(caught.value)
@@ -896,6 +897,52 @@ def test_threads_for_the_disk_that_are_ended(
     for thread in threading.enumerate():
         if "lohan_fx-io" in thread.name:
             end_thread(thread)
+    for _ in range(2):
+        with pytest.raises((StorageError, StepError)):
+            run.step()
+    run.close(hw)
+
+
+@ENDED
+def test_a_thread_for_the_disk_that_is_ended_in_a_callback() -> None:
+    """What waits for its transfer goes on, and callbacks behind that one are called."""
+    pool = IoPool(1)
+    begin = threading.Event()
+    in_flight: set[Future] = set()
+    called: list[Future] = []
+    future = pool.submit([lambda: bool(begin.wait(10))], in_flight=in_flight)  # type: ignore[list-item, return-value]
+    future.add_done_callback(lambda _: end_thread(threading.current_thread()))
+    future.add_done_callback(called.append)
+    begin.set()
+    waits = threading.Thread(target=future.settle, daemon=True)
+    waits.start()
+    waits.join(10)
+    assert not waits.is_alive()
+    assert called == [future]
+    pool._threads[0].join(10)
+    assert not in_flight
+    with pytest.raises(StorageError, match="threads are closed"):
+        pool.submit([lambda: None]).result(10)
+    pool.close()
+
+
+@ENDED
+@pytest.mark.parametrize("place", ["release", "exception"])
+def test_a_thread_for_the_disk_that_is_ended_when_a_write_has_ended(
+    place: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In what follows on the write: buffers are given back, tickets signalled."""
+    run = Run(hw, monkeypatch)
+    run.good_step()
+    owner: type = BufferRing if place == "release" else Future
+    original = getattr(owner, place)
+
+    def ends(*args: Any) -> Any:
+        if "lohan_fx-io" in threading.current_thread().name:
+            end_thread(threading.current_thread())
+        return original(*args)
+
+    monkeypatch.setattr(owner, place, ends)
     for _ in range(2):
         with pytest.raises((StorageError, StepError)):
             run.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import lohan_fx
 from lohan_fx.runtime.lanes import RankedLane, Ticket
 from lohan_fx.runtime.waiting import Future, Latch
 
@@ -34,6 +36,23 @@ def test_interrupts_leave_no_lock_behind(how: str) -> None:
 @pytest.mark.slow
 def test_interrupts_leave_no_lock_behind_for_long() -> None:
     interrupt("signals", 20)
+
+
+def test_nothing_is_waited_for_with_a_condition() -> None:
+    """An interrupt would leave its lock taken: see `runtime.waiting`."""
+    broken = {
+        *(f"threading.{name}" for name in ("Barrier", "Condition", "Event", "Semaphore")),
+        *(f"queue.{name}" for name in ("LifoQueue", "PriorityQueue", "Queue")),
+    }
+    for path in Path(lohan_fx.__file__).parent.rglob("*.py"):
+        used: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                used.add(f"{node.value.id}.{node.attr}")
+            elif isinstance(node, ast.ImportFrom):
+                used |= {f"{node.module}.{alias.name}" for alias in node.names}
+        assert not used & broken, path
+        assert not any(name.startswith("concurrent.futures.") for name in used), path
 
 
 def test_a_latch_lets_all_go_on_that_wait() -> None:

@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +29,11 @@ from lohan_fx.runtime._memory import (
     tensor_over,
     unmap,
 )
-from lohan_fx.runtime.waiting import Latch
+from lohan_fx.runtime.waiting import Latch, start_thread
 
 _MAX_TOUCH_THREADS = 16
 _MIN_TOUCH_BYTES = 16 << 20  # less for one thread is not worth starting it
+_MAX_TOUCH_BYTES = 256 << 20  # an interrupt waits for as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Arena:
             _release, self._locker, self._locked, self._address, self.num_bytes
         )
         self._slab: torch.Tensor | None = tensor_over(self._address, self.num_bytes, release)
-        _touch(self._address, self.num_bytes)
+        _touch(self._slab)
         if pin and not self._pin:
             self._warn("there is no CUDA device")
 
@@ -411,18 +411,47 @@ def _insufficient(need_bytes: int, have_bytes: int) -> InsufficientMemoryError:
     )
 
 
-def _touch(address: int, num_bytes: int) -> None:
-    """Write to every page, so that the page faults happen now, on several threads."""
-    num_threads = min(
-        _MAX_TOUCH_THREADS, len(os.sched_getaffinity(0)), -(-num_bytes // _MIN_TOUCH_BYTES)
-    )
-    share = round_up(-(-num_bytes // num_threads))
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="lohan_fx-touch") as pool:
+def _touch(slab: torch.Tensor) -> None:
+    """Write to every page, so that the page faults happen now, on several threads.
+
+    Each holds what it writes to, so that the memory stays mapped under it, whatever becomes of
+    this call.
+    """
+    num_threads = min(_MAX_TOUCH_THREADS, len(os.sched_getaffinity(0)))
+    share = round_up(-(-slab.numel() // num_threads))
+    pieces = deque(slab.split(min(max(share, _MIN_TOUCH_BYTES), _MAX_TOUCH_BYTES)))
+    helped: list[Latch] = []
+    try:
+        with contextlib.suppress(RuntimeError):  # no more threads: slower, but it is the same
+            for _ in range(min(num_threads, len(pieces)) - 1):
+                ended = Latch()
+                helper = threading.Thread(
+                    target=_help_touch, args=(pieces, ended), name="lohan_fx-touch", daemon=True
+                )
+                start_thread(helper)
+                helped.append(ended)
+        _touch_pieces(pieces)
+    finally:
+        pieces.clear()  # if this is interrupted
+        for ended in helped:
+            ended.wait()
+
+
+def _help_touch(pieces: deque[torch.Tensor], ended: Latch) -> None:
+    try:
+        _touch_pieces(pieces)
+    finally:
+        ended.open()
+
+
+def _touch_pieces(pieces: deque[torch.Tensor]) -> None:
+    """Write to pieces until none is left for this thread."""
+    while True:
         try:
-            for start in range(0, num_bytes, share):
-                pool.submit(ctypes.memset, address + start, 0, min(share, num_bytes - start))
-        except RuntimeError:  # no more threads: slower, but it is the same
-            ctypes.memset(address, 0, num_bytes)
+            piece = pieces.popleft()
+        except IndexError:
+            return
+        ctypes.memset(piece.data_ptr(), 0, piece.numel())
 
 
 def _unlock(locker: PageLocker, locked: dict[int, int], base: int) -> None:

@@ -12,6 +12,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,11 +23,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lohan_fx.errors import LohanError, StepError
+from lohan_fx.errors import LohanError, StepError, StorageError
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.recording import Label, Recorder
 from lohan_fx.runtime.ssd import OnSpan, StripedFile
-from lohan_fx.runtime.waiting import Future, Latch
+from lohan_fx.runtime.waiting import Future, Latch, start_thread
 
 _CHUNKS_AHEAD = 4
 """SSD reads of one transfer in flight while an earlier chunk is copied."""
@@ -110,10 +111,12 @@ class Ticket:
 
 
 class _Job(NamedTuple):
-    """`rank` and `ready` are those of `RankedLane`. `last`: after all that was submitted before."""
+    """`rank` and `ready` are those of `RankedLane`. `last`: after all that was submitted before.
+    `lane`: whose it is, and that lives until it has run."""
 
     run: Callable[[], None]
     ticket: Ticket
+    lane: Lane | None
     rank: int | None = 0
     ready: Ticket | None = None
     last: bool = False
@@ -123,8 +126,10 @@ class Lane:
     """One thread that runs jobs in order. A job's closure is gone before its ticket is signalled,
     so that the memory it held falls at a known point.
 
-    Nobody waits for a lane that is gone: if its thread is ended from outside, all that was
-    submitted fails, and `submit` raises; so it does in a forked child, which has no threads.
+    The thread ends with `close`, when the lane is collected (an interrupt may keep its maker from
+    having it), or with the process. Nobody waits for a lane that is gone: if its thread is ended
+    from outside, all that was submitted fails, and `submit` raises; so it does in a forked child,
+    which has no threads.
 
     An interrupted `submit` has submitted the job, or has not; the lane goes on (see
     `runtime.waiting`: submission is one call of C).
@@ -149,21 +154,32 @@ class Lane:
         self._on_lost = on_lost
         self.busy_s = 0.0
         self._name = name
-        self._inbox: SimpleQueue[_Job | None] = SimpleQueue()  # None: the lane is closed
+        self._inbox: SimpleQueue[_Job] = SimpleQueue()
         self._jobs: deque[_Job] = deque()  # the thread's own
         self._unsettled: dict[Ticket, Sequence[Ticket]] = {}  # what fails if no job signals it
         self._closed = False
         self._lost: BaseException | None = None
         self._over = Latch()  # the thread takes no job any more
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name=f"lohan_fx-{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=_run,
+            args=(self._inbox, self._jobs, weakref.ref(self)),
+            name=f"lohan_fx-{name}",
+            daemon=True,
+        )
+        wake = _Job(_nothing, Ticket(), None)
+        weakref.finalize(self, self._inbox.put, wake).atexit = False
         try:
-            self._thread.start()
+            start_thread(self._thread)
         except RuntimeError as error:
             raise LohanError(
                 f"cannot start the {name} thread: {error}; raise the limit on processes "
                 "(ulimit -u, or the container's pids limit), or end other programs"
             ) from error
+        except BaseException:  # an interrupt; the thread may be about to begin
+            self._closed = True
+            self._inbox.put(wake)
+            raise
 
     def submit(
         self, job: Callable[[], None], ticket: Ticket | None = None, also: Sequence[Ticket] = ()
@@ -176,7 +192,7 @@ class Lane:
         Raises:
             StepError: the lane is closed, or its thread is gone.
         """
-        return self._submit(_Job(job, ticket or Ticket()), also)
+        return self._submit(_Job(job, ticket or Ticket(), self), also)
 
     def _submit(self, job: _Job, also: Sequence[Ticket] = ()) -> Ticket:
         if self._closed or self._gone():
@@ -205,30 +221,25 @@ class Lane:
         if self._closed:
             self.close()
         elif not self._gone():
-            self._submit(_Job(_nothing, Ticket(), last=True)).settle()
+            self._submit(_Job(_nothing, Ticket(), self, last=True)).settle()
 
     def close(self) -> None:
         """Finish what was submitted and join the thread. A second call does nothing."""
         self._closed = True
-        self._inbox.put(None)
+        self._inbox.put(_Job(_nothing, Ticket(), None))  # wakes the thread
         if self._thread is not threading.current_thread() and os.getpid() == self._pid:
             self._over.wait()  # Thread.join, interrupted, takes the thread for ended
             self._thread.join()
 
     # -- on the thread ----------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            while self._run_next():
-                pass
-        except BaseException as error:
-            self._lost = error
-            raise
-        finally:
-            self._over.open()
-            self._fail_all()
-            if self._lost is not None and self._on_lost is not None:
-                self._on_lost()
+    def _end(self, lost: BaseException | None) -> None:
+        """The thread ends; `lost`: from outside."""
+        self._lost = lost
+        self._over.open()
+        self._fail_all()
+        if lost is not None and self._on_lost is not None:
+            self._on_lost()
 
     def _fail_all(self) -> None:
         """Fail what no job will signal. On several threads at once, each ticket is one's."""
@@ -241,10 +252,16 @@ class Lane:
                 if not failed.ended():
                     failed.fail(self._refusal())
 
-    def _run_next(self) -> bool:
-        """Run one job; False when the lane is closed and has none."""
-        if not self._receive():
-            return False
+    def _run_all(self) -> bool:
+        """Run what has been submitted; False when the lane is closed."""
+        while True:
+            closed = self._closed  # looked at first: nothing is submitted later
+            if not self._receive():
+                return not closed
+            self._run_next()
+
+    def _run_next(self) -> None:
+        """Run one job; there is one."""
         run, ticket = self._take()[:2]
         try:
             with self._context():
@@ -260,17 +277,14 @@ class Lane:
             del run
             ticket.finish(event)
         self._unsettled.pop(ticket, None)
-        return True
 
     def _receive(self) -> bool:
-        """Take over what has been submitted; wait for a job if there is none. False: closed."""
+        """Take over what has been submitted; says whether there is a job."""
         while True:
             try:
-                job = self._inbox.get(block=not self._jobs and not self._closed)
+                self._jobs.append(self._inbox.get_nowait())
             except Empty:
                 return bool(self._jobs)
-            if job is not None:
-                self._jobs.append(job)
 
     def _take(self) -> _Job:
         """The next job; there is one."""
@@ -278,6 +292,26 @@ class Lane:
 
     def _context(self) -> AbstractContextManager[object]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+
+def _run(inbox: SimpleQueue[_Job], jobs: deque[_Job], lane: weakref.ref[Lane]) -> None:
+    """The life of a lane's thread. Without a job it does not hold the lane, which may be
+    collected then."""
+    lost: BaseException | None = None
+    try:
+        while True:
+            jobs.append(inbox.get())
+            alive = lane()
+            if alive is None or not alive._run_all():
+                return
+            del alive
+    except BaseException as error:
+        lost = error
+        raise
+    finally:
+        alive = lane()
+        if alive is not None:
+            alive._end(lost)
 
 
 class RankedLane(Lane):
@@ -297,7 +331,7 @@ class RankedLane(Lane):
         also: Sequence[Ticket] = (),
     ) -> Ticket:
         """Queue a job that waits for `ready` itself. `also` as for `submit`."""
-        return self._submit(_Job(job, Ticket(), rank, ready), also)
+        return self._submit(_Job(job, Ticket(), self, rank, ready), also)
 
     def _take(self) -> _Job:
         best = 0
@@ -646,16 +680,20 @@ def _when_all_done(futures: list[Future], ticket: Ticket) -> None:
     left = [len(futures)]
 
     def ended(_: Future) -> None:
-        with lock:
-            left[0] -= 1
-            last = left[0] == 0
-        if last:
-            errors = [e for f in futures if (e := f.exception()) is not None]
-            if errors:
-                ticket.fail(errors[0])
-            else:
-                ticket.finish()
-            futures.clear()
+        try:
+            with lock:
+                left[0] -= 1
+                last = left[0] == 0
+            if last:
+                errors = [e for f in futures if (e := f.exception()) is not None]
+                if errors:
+                    ticket.fail(errors[0])
+                else:
+                    ticket.finish()
+                futures.clear()
+        except BaseException as error:  # the thread is ended from outside
+            ticket.fail(StorageError(f"cannot end a write to SSD: {error!r}"))
+            raise
 
     for future in list(futures):
         future.add_done_callback(ended)

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from torch import Tensor
 
+from lohan_fx.errors import StorageError
 from lohan_fx.footprint import PAGE_BYTES
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.lanes import Lanes, Ticket
@@ -186,14 +187,19 @@ class StatePipeline:
 
         def ended(write: Future) -> None:
             error = write.exception()
-            if error is not None and self._states.park(states, buffer, first, error):
-                error = None
-            self._ring.release(buffer)
-            for waited in (written, fresh) if fresh is not None else (written,):
-                if error is None:
-                    waited.finish()
-                else:
-                    waited.fail(error)
+            try:
+                if error is not None and self._states.park(states, buffer, first, error):
+                    error = None
+                self._ring.release(buffer)
+            except BaseException as failure:  # the thread is ended from outside
+                error = error or StorageError(f"cannot end a write to SSD: {failure!r}")
+                raise
+            finally:
+                for waited in (written, fresh) if fresh is not None else (written,):
+                    if error is None:
+                        waited.finish()
+                    else:
+                        waited.fail(error)
             if self._ahead:
                 with suppress(RuntimeError):  # the process ends: nothing is read any more
                     self._read_ahead()

@@ -17,6 +17,7 @@ are one call of C; and by what is here.
 
 from __future__ import annotations
 
+import _thread
 import logging
 import threading
 from collections import deque
@@ -72,11 +73,14 @@ class Future:
         self._callbacks: deque[Callable[[Future], object]] = deque()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """It has ended, or failed with an error. Runs the callbacks."""
+        """It has ended, or failed with an error. Runs the callbacks, all of them, also if this
+        thread is ended from outside in one."""
         self._error = error
-        self._ended.open()
-        self._call_back()
-        self._called_back.open()
+        try:
+            self._ended.open()
+            self._call_back()
+        finally:
+            self._called_back.open()
 
     def done(self) -> bool:
         return self._ended.is_open()
@@ -114,3 +118,28 @@ class Future:
                 callback(self)
             except Exception:  # noqa: BLE001 - the others are called, too
                 _log.exception("a callback at the end of a transfer failed")
+            except BaseException:
+                self._call_back()
+                raise
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """`Thread.start`, which waits for a `threading.Event` that the new thread sets: interrupted
+    there, it may leave that thread waiting for ever. So another one starts it, where no interrupt
+    strikes. If this call is interrupted, the thread starts nevertheless, or never did.
+
+    Raises:
+        RuntimeError: the system refuses a thread.
+    """
+    started = Future()
+
+    def start() -> None:
+        try:
+            thread.start()
+        except BaseException as error:  # noqa: BLE001 - the caller gets it
+            started.finish(error)
+        else:
+            started.finish()
+
+    _thread.start_new_thread(start, ())
+    started.result()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from lohan_fx.errors import StorageError
-from lohan_fx.runtime.waiting import Future
+from lohan_fx.runtime.waiting import Future, start_thread
 
 _CLOSED = "the I/O threads are closed"
 _ENDED = "a thread for SSD transfers was ended from outside: compile the model again"
@@ -62,13 +62,16 @@ class IoPool:
         ]
         try:
             for thread in self._threads:
-                thread.start()
+                start_thread(thread)
         except RuntimeError as error:
             self._queue.close()
             raise StorageError(
                 f"cannot start {num_threads} threads for SSD transfers: {error}; raise the limit "
                 "on processes (ulimit -u, or the container's pids limit), or end other programs"
             ) from error
+        except BaseException:  # an interrupt
+            self._queue.close()
+            raise
 
     def submit(
         self,
@@ -88,16 +91,17 @@ class IoPool:
         any task begins, and until its callbacks have run: so what an interrupted call began is
         known, too.
         """
+        if not tasks or os.getpid() != self._pid:  # a forked child has none of the threads
+            future = Future()
+            future.finish(StorageError(_CLOSED) if tasks else None)
+            return future
         in_flight = set() if in_flight is None else in_flight
         batch = _Batch(tasks, on_span, in_flight)
-        in_flight.add(batch.future)
         try:
-            if not tasks:
-                batch.end(0, None)
-            elif os.getpid() != self._pid:  # a forked child has the queue, but none of its threads
-                batch.end(len(tasks), StorageError(_CLOSED))
-            elif not self._queue.put(batch, urgent):
-                self._queue.cancel(batch, StorageError(_CLOSED))
+            in_flight.add(batch.future)
+            if not self._queue.put(batch, urgent):
+                in_flight.discard(batch.future)
+                batch.future.finish(StorageError(_CLOSED))
         except BaseException:  # an interrupt
             self._queue.cancel(batch, StorageError("the transfer was interrupted"))
             raise
@@ -259,7 +263,11 @@ class _Batch:
                 self._error = error
             if self._num_left:
                 return
-        if self._on_span is not None and self._start_s < math.inf:
-            self._on_span(self._start_s, time.perf_counter())
-        self.future.finish(self._error)
-        self._in_flight.discard(self.future)
+        try:
+            if self._on_span is not None and self._start_s < math.inf:
+                self._on_span(self._start_s, time.perf_counter())
+        finally:  # whatever ends this thread, nobody waits for it
+            try:
+                self.future.finish(self._error)
+            finally:
+                self._in_flight.discard(self.future)
