@@ -71,16 +71,19 @@ class Integrity:
             )
 
     def check_ended(self) -> None:
-        """Finish the last step; refuse if it is under way: states are half updated then.
+        """Finish the last step; refuse if it is under way: states are half updated then, and what
+        is written there may be updated again, or was already.
 
         Raises:
             StepError: backward has begun a step that optimizer.step() has not ended.
+            the first error of an update.
         """
         updater = self._programs.updater
         if updater is not None and updater.pending:
             raise StepError(
-                "the model's weights or the optimizer's states are asked for between backward and "
-                "optimizer.step(), while units are being updated: call optimizer.step() first"
+                "the model's weights or the optimizer's states are read or replaced between "
+                "backward and optimizer.step(), while units are being updated: call "
+                "optimizer.step() first"
             )
         self._programs.sync()
 

@@ -87,7 +87,7 @@ class CompiledModel:
             )
             self._hooks = [
                 *_optimizer_hooks(optimizer, self._step, self.optimizer_states, self.integrity),
-                *_model_hooks(model, programs, self.integrity, self.arriving),
+                *_model_hooks(model, self.integrity, self.arriving),
             ]
             _forget_meta_states(model, optimizer)
 
@@ -188,7 +188,17 @@ class CompiledModel:
         Only late schedules leave any of that to the next step.
 
         Raises:
+            StepError: backward has begun a step that optimizer.step() has not ended.
             the first error of an update.
+        """
+        self.integrity.check_ended()
+
+    def wait(self) -> None:
+        """As `sync`; but between backward and optimizer.step() wait for what backward began: each
+        parameter is whole then, of the last step or of this one.
+
+        Raises:
+            the first error of an update of the last step.
         """
         self._programs.sync()
 
@@ -242,7 +252,7 @@ class CompiledModel:
         memory.lanes.recorder = recorder
         try:
             yield recorder
-            self.sync()  # what a late schedule leaves belongs to the last step
+            self.wait()  # what a late schedule leaves belongs to the last step
         finally:
             memory.lanes.recorder = None
 
@@ -295,16 +305,16 @@ def _optimizer_hooks(
 
 
 def _model_hooks(
-    model: nn.Module, programs: Programs, integrity: Integrity, arriving: Arriving
+    model: nn.Module, integrity: Integrity, arriving: Arriving
 ) -> list[RemovableHandle]:
     """Hooks on load_state_dict() of the model, and on state_dict() of its parts: that of the whole
     is `LohanModule`'s."""
     return [
-        model.register_load_state_dict_pre_hook(Call(programs, Programs.sync)),
+        model.register_load_state_dict_pre_hook(Call(integrity, Integrity.check_ended)),
         model.register_load_state_dict_pre_hook(Call(arriving, Arriving.forget_masters)),
         model.register_load_state_dict_post_hook(_WeightsLoaded(integrity)),
         *(
-            module.register_state_dict_pre_hook(SubmoduleCall(programs, Programs.sync))
+            module.register_state_dict_pre_hook(SubmoduleCall(integrity, Integrity.check_ended))
             for module in model.modules()
             if module is not model
         ),

@@ -90,13 +90,19 @@ class Programs:
     def sync(self) -> None:
         """Wait until parameters and optimizer states are those that the last step made.
 
-        Only late schedules leave any of that to the next step.
+        Only late schedules leave any of that to the next step. Between backward and
+        optimizer.step(): until no update that backward began is running.
 
         Raises:
-            the first error of an update.
+            the first error of an update; between backward and optimizer.step() none, as the step
+                raises it.
         """
         updater = self.updater
-        if updater is not None and not updater.pending:
+        if updater is None:
+            return
+        if updater.pending:
+            updater.settle()
+        else:
             updater.join()
 
     def own_memory(self, module: nn.Module | None) -> None:

@@ -436,7 +436,7 @@ class Updater:
                         error = error or failure
                 else:  # on the lane, where no interrupt strikes
                     self._jobs.append(self._lane.submit(partial(self._update_once, given)))
-            failed = self._settle()
+            failed = self.settle()
             error = error or failed
         except BaseException:
             # the lane goes on; what this thread was updating itself does not
@@ -474,8 +474,8 @@ class Updater:
             given.arrival.synchronize()
         self._update(given, None)
 
-    def _settle(self) -> BaseException | None:
-        """Wait for all that was submitted; returns the first error."""
+    def settle(self) -> BaseException | None:
+        """Wait for all that was submitted; returns the first error. The step goes on."""
         error: BaseException | None = None
         for tickets in (self._jobs, self._pipeline.writes):  # updates submit the writes
             for ticket in tickets:
@@ -490,7 +490,7 @@ class Updater:
 
     def _wait_for_sums(self) -> None:
         """Wait for what is added. Raises the first error; the sums are dropped then."""
-        error = self._settle()
+        error = self.settle()
         if error is not None:
             self._take_back()
             self._tear()
@@ -513,7 +513,7 @@ class Updater:
         if self.trials is not None:
             self.trials.drop()
         self._lane.drain()
-        self._settle()
+        self.settle()
         self._take_back()
         self._tear()
 
