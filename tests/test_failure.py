@@ -12,6 +12,7 @@ import copy
 import ctypes
 import errno
 import gc
+import itertools
 import os
 import random
 import re
@@ -306,6 +307,44 @@ def test_an_interrupt_anywhere_in_a_step(
     outcomes = sweep_interrupts(run, num_places=3, seed=0)
     assert outcomes.get("lost", 0) >= 1, outcomes
     run.close(hw)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"states": "device", "schedule": "serial"},
+        {"states": "device", "schedule": "deferred"},
+        {"states": "ssd", "schedule": "deferred", "gradients": "kept"},
+    ],
+    ids=lambda options: " ".join(options.values()),
+)
+def test_an_interrupt_leaves_autograd_on(
+    options: Any, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that strikes where `no_grad` is left, which is Python."""
+    left = torch.no_grad.__exit__.__code__
+    for at in itertools.count(1):
+        run = Run(hw, monkeypatch, **options)
+        run.step()
+        count = itertools.count(1)
+
+        def strike(frame: Any, event: str, _: Any, at: int = at, count: Any = count) -> None:
+            if event == "call" and frame.f_code is left and next(count) == at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+        before = sys.gettrace()
+        sys.settrace(strike)
+        try:
+            run.step()
+            break
+        except KeyboardInterrupt:
+            assert torch.is_grad_enabled()
+        finally:
+            sys.settrace(before)
+            torch.set_grad_enabled(True)
+            run.close(hw)
+    assert (at > 2) == (options["states"] == "device")
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lohan_fx.compiled.arriving import Arriving
 from lohan_fx.compiled.building import Builder
+from lohan_fx.compiled.grad_mode import grad_mode_kept
 from lohan_fx.compiled.hooks import Call, SubmoduleCall
 from lohan_fx.compiled.integrity import Integrity
 from lohan_fx.compiled.lookup import Lookup
@@ -171,7 +172,7 @@ class CompiledModel:
             StepError: backward has begun a step that optimizer.step() has not ended, whose
                 gradients are in buffers that a new program may replace.
         """
-        with _outside_inference_mode():
+        with grad_mode_kept(), _outside_inference_mode():
             self._programs.clear_unfinished()
             self.integrity.check_step()
             key = self._lookup.signature(self._user.parameters(), args, kwargs)
@@ -179,7 +180,7 @@ class CompiledModel:
 
     @torch.compiler.disable(reason=_COMPILED)  # type: ignore[untyped-decorator]
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _outside_inference_mode():
+        with grad_mode_kept(), _outside_inference_mode():
             return self._runner.run(args, kwargs)
 
     def sync(self) -> None:

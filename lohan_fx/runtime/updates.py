@@ -132,6 +132,7 @@ class Updater:
         self.join()
         self._rank = {index: -i for i, index in enumerate(order)}  # last out is needed first
         accumulation = self._accumulation
+        self._states.gradients.forget_hidden()
         if accumulation.kept:
             self._states.gradients.expect_scaled()  # also after a step that was given up
             self._states.gradients.take()
@@ -371,6 +372,7 @@ class Updater:
         self._settle_compute()
         if not self._states.gradients.unscale(self._optimizer):
             return []
+        self._states.sync_from_user()  # in mixed precision masters are not what users write into
         if self.schedule in LATE:
             self._states.gradients.take()  # a tensor of the user's may be written before it is read
         return self._states.gradients.found()
