@@ -44,6 +44,7 @@ from lohan_fx.runtime.arena import Arena, PageLocker
 from lohan_fx.runtime.executor import Executor
 from lohan_fx.runtime.lanes import Lane, RankedLane, Ticket
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile, striped_file
+from lohan_fx.runtime.unit_updates import UnitUpdates
 from tests.faults import Fault, Faults, interrupted
 from tests.models import loss_of, make
 from tests.training import (
@@ -356,6 +357,36 @@ def test_an_interrupt_anywhere_in_a_step_often(
     run = Run(hw, monkeypatch, states=states, schedule=schedule)
     sweep_interrupts(run, num_places=100, seed=1)
     run.close(hw)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in finalizers
+@pytest.mark.parametrize(
+    ("schedule", "states"), [("deferred", "ssd"), ("speculative", "host"), ("serial", "device")]
+)
+def test_an_interrupted_close_is_called_again(
+    schedule: str, states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is an ordinary one then, with its weights and states; nothing else is left."""
+    before = model_threads()
+    num_places, struck = 0, 0
+    for place in range(9):
+        run = Run(hw, monkeypatch, states=states, schedule=schedule)
+        run.step()
+        run.done = 1
+        at = place * num_places // 8 + 1 if place else 0
+        try:
+            with interrupted(at) as places:
+                run.model.lohan.close()
+        except KeyboardInterrupt:
+            struck += 1
+            if isinstance(run.model, LohanModule):
+                run.model.lohan.close()
+        num_places = num_places or places.count
+        assert not isinstance(run.model, LohanModule), places.place
+        run.check()
+        assert not list(Path(hw.ssds[0].path).iterdir()), places.place
+        assert model_threads() <= before, places.place
+    assert struck >= 5
 
 
 @pytest.mark.parametrize("states", ["device", "ssd"])
@@ -983,6 +1014,47 @@ def test_a_forked_child_does_not_wait_for_threads_that_it_lacks() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     lane.close()
     pool.close()
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_a_child_that_is_forked_beside_updates_ends(
+    states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs at its exit does not wait for threads that it lacks, and leaves its parent's
+    files."""
+    run = Run(hw, monkeypatch, states=states, schedule="deferred")
+    run.good_step()
+    go_on = threading.Event()
+    update = UnitUpdates.run
+
+    def late(*args: Any) -> None:
+        assert go_on.wait(30)
+        update(*args)
+
+    monkeypatch.setattr(UnitUpdates, "run", late)
+    run.step()
+    memory = run.model.lohan.memory
+    assert memory is not None
+    pid = os.fork()
+    if pid == 0:
+        memory.close()
+        for part in (memory.file, memory.store.file, memory.pool, memory.run):
+            if part is not None:
+                part.close()
+        os._exit(0)
+    try:
+        until = time.monotonic() + 10
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < until:
+            time.sleep(0.01)
+    finally:
+        if not ended[0]:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        go_on.set()
+    assert ended == (pid, 0)
+    run.done += 1
+    run.good_step()
+    run.close(hw)
 
 
 # -- kill -9, and two runs in one directory --------------------------------------------------------

@@ -261,7 +261,8 @@ class CompiledModel:
         """Join all threads, give all memory back, remove all files.
 
         The model is an ordinary module again, with its weights, and the optimizer has its states
-        again; both stay in the memory where they are until they are collected.
+        again; both stay in the memory where they are until they are collected. If it is
+        interrupted, another call goes on.
         """
         programs = self._programs
         programs.own_memory(self._user.ref())
@@ -272,13 +273,17 @@ class CompiledModel:
         programs.abort()  # before states are read: of a step that never ends
         if self.optimizer_states is not None:
             self.optimizer_states.give_back()
-        self._user.give_back(self)
         if programs.memory is not None:
             programs.memory.states.gradients.forget_dtypes()
         programs.forget_all()
         for hook in self._hooks:
             hook.remove()
-        programs.close_memory()
+        try:
+            programs.close_memory()
+        except Exception:  # a disk's: the model is free all the same
+            self._user.give_back(self)
+            raise
+        self._user.give_back(self)  # last: an interrupted close is called again through the model
 
 
 @contextmanager

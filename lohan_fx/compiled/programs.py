@@ -122,9 +122,11 @@ class Programs:
         self.latest = None
 
     def close_memory(self) -> None:
-        """Join all threads, give all memory back, remove all files."""
-        if self._closer is not None:
-            self._closer()
+        """Join all threads, give all memory back, remove all files; nothing, if the model's end has
+        done it. An interrupted call leaves the rest to another one, or to the model's end."""
+        if self.memory is not None and self._closer is not None and self._closer.alive:
+            self.memory.close()
+            self._closer.detach()
         self.memory = None
 
 
