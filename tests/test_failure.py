@@ -38,13 +38,15 @@ import lohan_fx.compiled.programs
 from lohan_fx.api import LohanModule
 from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError, StorageError
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import SCHEDULES
+from lohan_fx.plan import LATE, SCHEDULES
 from lohan_fx.runtime import arena, engine, states
 from lohan_fx.runtime.arena import Arena, PageLocker
 from lohan_fx.runtime.executor import Executor
 from lohan_fx.runtime.lanes import Lane, RankedLane, Ticket
+from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile, striped_file
 from lohan_fx.runtime.unit_updates import UnitUpdates
+from lohan_fx.runtime.updates import Updater
 from tests.faults import Fault, Faults, interrupted
 from tests.models import loss_of, make
 from tests.training import (
@@ -357,6 +359,52 @@ def test_an_interrupt_anywhere_in_a_step_often(
     run = Run(hw, monkeypatch, states=states, schedule=schedule)
     sweep_interrupts(run, num_places=100, seed=1)
     run.close(hw)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "deferred", "speculative"])
+def test_an_interrupt_in_an_update_on_the_device(
+    schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tears the model, which another optimizer.step() says, too."""
+    run = Run(hw, monkeypatch, states="device", schedule=schedule)
+    run.good_step()
+    update, count = UnitOptimizer.step, itertools.count(1)
+
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        update(*args, **kwargs)
+        if next(count) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnitOptimizer, "step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.step()
+    with pytest.raises(StepError, match="between two steps"):
+        run.optimizer.step()
+    assert run.go_on() == "torn"
+    run.good_step()
+    run.close(hw)
+
+
+@pytest.mark.parametrize("schedule", ["optimized", *sorted(LATE)])
+def test_a_step_that_is_interrupted_is_ended_by_another(
+    schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(hw, monkeypatch, states="host", schedule=schedule)
+    run.good_step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "finish", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.step()
+    with pytest.raises(StepError, match=r"Call optimizer\.step\(\)"):
+        run.step()
+    assert run.go_on() == "ended"
+    run.good_step()
+    run.close(hw)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in finalizers

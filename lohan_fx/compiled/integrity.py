@@ -35,11 +35,18 @@ class Integrity:
             StorageError: a file of the SSD tier has lost a part.
         """
         self._check_loaded()
-        memory, updater = self._programs.memory, self._programs.updater
-        if memory is None:
-            return
-        if memory.file is not None:
+        memory = self._programs.memory
+        if memory is not None and memory.file is not None:
             memory.file.check()
+        self.check_not_torn()
+
+    def check_not_torn(self) -> None:
+        """See that no step failed after some units had taken it.
+
+        Raises:
+            StepError: one did.
+        """
+        updater = self._programs.updater
         torn = updater.torn if updater is not None else ()
         if torn:
             raise StepError(

@@ -79,7 +79,7 @@ class CompiledModel:
         self._runner = Runner(
             user, options, training, programs, self.integrity, self._lookup, self._replanner
         )
-        self._step = OptimizerStep(programs, self._meter)
+        self._step = OptimizerStep(programs, self.integrity, self._meter)
         self.optimizer_states: OptimizerStates | None = None
         self._hooks: list[RemovableHandle] = []
         if optimizer is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lohan_fx.compiled.grad_mode import grad_mode_kept
+from lohan_fx.compiled.integrity import Integrity
 from lohan_fx.compiled.programs import Programs
 from lohan_fx.metrics import Meter
 from lohan_fx.runtime.recording import Stamp
@@ -20,17 +21,24 @@ class OptimizerStep:
     raised, has been taken all the same: its gradients are gone.
     """
 
-    def __init__(self, programs: Programs, meter: Meter) -> None:
+    def __init__(self, programs: Programs, integrity: Integrity, meter: Meter) -> None:
         self._programs = programs
+        self._integrity = integrity
         self._meter = meter
 
     def finish(self) -> None:
-        """End the optimizer's work of this step: what optimizer.step() does first."""
+        """End the optimizer's work of this step: what optimizer.step() does first.
+
+        Raises:
+            StepError: a step failed after some units had taken it, this one or an earlier one.
+            as `Updater.finish`.
+        """
         memory, updater = self._programs.memory, self._programs.updater
         if memory is None or updater is None:
             return
         recorder = memory.lanes.recorder
         self._programs.clear_unfinished()
+        self._integrity.check_not_torn()
         memory.states.gradients.forget_hidden()
         began: Stamp = 0.0
         if recorder is not None:
