@@ -86,11 +86,11 @@ class LohanModule(Unmoved):
                 "model.lohan.close()"
             )
 
-    # Who asks for parameters gets them as the last step made them.
-
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """As the last step made them. Between backward and optimizer.step() units that backward
+        has updated are this step's already."""
         if not self.lohan.resetting:
-            self.lohan.sync()
+            self.lohan.wait()
         return super().named_parameters(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -167,10 +167,12 @@ def compile(
             backward. "overlapped": "optimized", and what is left of them runs beside the next
             forward (call ``model.lohan.sync()`` before you read or write a parameter that you
             hold; the model's own ``parameters()``, ``state_dict()`` and ``load_state_dict()``
-            do). "deferred": all of them run there, none before ``optimizer.step()``. "speculative":
-            so it is, but host units are updated beside backward all the same, into second copies
-            (14 bytes a parameter more of host memory), which count if no gradient had to be
-            clipped. "auto": the strategy's own, or what the options below need.
+            do; between backward and ``optimizer.step()`` all but ``parameters()`` are a StepError,
+            unless gradients are kept). "deferred": all of them run there, none before
+            ``optimizer.step()``. "speculative": so it is, but host units are updated beside
+            backward all the same, into second copies (14 bytes a parameter more of host memory),
+            which count if no gradient had to be clipped. "auto": the strategy's own, or what the
+            options below need.
         fused: compile what lies between matrix products and attention with Inductor: faster, and
             equal to rounding where eager's own kernels are equal to the bit. "auto": on CUDA.
         plan: a plan made earlier for the same model and inputs, or its file; replaces the

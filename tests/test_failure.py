@@ -12,6 +12,7 @@ import copy
 import ctypes
 import errno
 import gc
+import itertools
 import os
 import random
 import re
@@ -37,12 +38,15 @@ import lohan_fx.compiled.programs
 from lohan_fx.api import LohanModule
 from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError, StorageError
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import SCHEDULES
+from lohan_fx.plan import LATE, SCHEDULES
 from lohan_fx.runtime import arena, engine, states
 from lohan_fx.runtime.arena import Arena, BufferRing, PageLocker
 from lohan_fx.runtime.executor import Executor
 from lohan_fx.runtime.lanes import Lane, RankedLane, Ticket
+from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile, striped_file
+from lohan_fx.runtime.unit_updates import UnitUpdates
+from lohan_fx.runtime.updates import Updater
 from lohan_fx.runtime.waiting import Future
 from tests.faults import Fault, Faults, interrupted
 from tests.models import loss_of, make
@@ -309,6 +313,44 @@ def test_an_interrupt_anywhere_in_a_step(
     run.close(hw)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"states": "device", "schedule": "serial"},
+        {"states": "device", "schedule": "deferred"},
+        {"states": "ssd", "schedule": "deferred", "gradients": "kept"},
+    ],
+    ids=lambda options: " ".join(options.values()),
+)
+def test_an_interrupt_leaves_autograd_on(
+    options: Any, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that strikes where `no_grad` is left, which is Python."""
+    left = torch.no_grad.__exit__.__code__
+    for at in itertools.count(1):
+        run = Run(hw, monkeypatch, **options)
+        run.step()
+        count = itertools.count(1)
+
+        def strike(frame: Any, event: str, _: Any, at: int = at, count: Any = count) -> None:
+            if event == "call" and frame.f_code is left and next(count) == at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+        before = sys.gettrace()
+        sys.settrace(strike)
+        try:
+            run.step()
+            break
+        except KeyboardInterrupt:
+            assert torch.is_grad_enabled()
+        finally:
+            sys.settrace(before)
+            torch.set_grad_enabled(True)
+            run.close(hw)
+    assert (at > 2) == (options["states"] == "device")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("states", [*TIERS, COPIES])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -318,6 +360,82 @@ def test_an_interrupt_anywhere_in_a_step_often(
     run = Run(hw, monkeypatch, states=states, schedule=schedule)
     sweep_interrupts(run, num_places=100, seed=1)
     run.close(hw)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "deferred", "speculative"])
+def test_an_interrupt_in_an_update_on_the_device(
+    schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tears the model, which another optimizer.step() says, too."""
+    run = Run(hw, monkeypatch, states="device", schedule=schedule)
+    run.good_step()
+    update, count = UnitOptimizer.step, itertools.count(1)
+
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        update(*args, **kwargs)
+        if next(count) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnitOptimizer, "step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.step()
+    with pytest.raises(StepError, match="between two steps"):
+        run.optimizer.step()
+    assert run.go_on() == "torn"
+    run.good_step()
+    run.close(hw)
+
+
+@pytest.mark.parametrize("schedule", ["optimized", *sorted(LATE)])
+def test_a_step_that_is_interrupted_is_ended_by_another(
+    schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(hw, monkeypatch, states="host", schedule=schedule)
+    run.good_step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "finish", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.step()
+    with pytest.raises(StepError, match=r"Call optimizer\.step\(\)"):
+        run.step()
+    assert run.go_on() == "ended"
+    run.good_step()
+    run.close(hw)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in finalizers
+@pytest.mark.parametrize(
+    ("schedule", "states"), [("deferred", "ssd"), ("speculative", "host"), ("serial", "device")]
+)
+def test_an_interrupted_close_is_called_again(
+    schedule: str, states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is an ordinary one then, with its weights and states; nothing else is left."""
+    before = model_threads()
+    num_places, struck = 0, 0
+    for place in range(9):
+        run = Run(hw, monkeypatch, states=states, schedule=schedule)
+        run.step()
+        run.done = 1
+        at = place * num_places // 8 + 1 if place else 0
+        try:
+            with interrupted(at) as places:
+                run.model.lohan.close()
+        except KeyboardInterrupt:
+            struck += 1
+            if isinstance(run.model, LohanModule):
+                run.model.lohan.close()
+        num_places = num_places or places.count
+        assert not isinstance(run.model, LohanModule), places.place
+        run.check()
+        assert not list(Path(hw.ssds[0].path).iterdir()), places.place
+        assert model_threads() <= before, places.place
+    assert struck >= 5
 
 
 @pytest.mark.parametrize("states", ["device", "ssd"])
@@ -991,6 +1109,47 @@ def test_a_forked_child_does_not_wait_for_threads_that_it_lacks() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     lane.close()
     pool.close()
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_a_child_that_is_forked_beside_updates_ends(
+    states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs at its exit does not wait for threads that it lacks, and leaves its parent's
+    files."""
+    run = Run(hw, monkeypatch, states=states, schedule="deferred")
+    run.good_step()
+    go_on = threading.Event()
+    update = UnitUpdates.run
+
+    def late(*args: Any) -> None:
+        assert go_on.wait(30)
+        update(*args)
+
+    monkeypatch.setattr(UnitUpdates, "run", late)
+    run.step()
+    memory = run.model.lohan.memory
+    assert memory is not None
+    pid = os.fork()
+    if pid == 0:
+        memory.close()
+        for part in (memory.file, memory.store.file, memory.pool, memory.run):
+            if part is not None:
+                part.close()
+        os._exit(0)
+    try:
+        until = time.monotonic() + 10
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < until:
+            time.sleep(0.01)
+    finally:
+        if not ended[0]:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        go_on.set()
+    assert ended == (pid, 0)
+    run.done += 1
+    run.good_step()
+    run.close(hw)
 
 
 # -- kill -9, and two runs in one directory --------------------------------------------------------

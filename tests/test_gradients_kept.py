@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ from lohan_fx.runtime.gradients import Gradients
 from lohan_fx.runtime.unit_gradients import UnitGradients
 from lohan_fx.runtime.updates import Updater
 from tests import loops
+from tests.faults import interrupted
 from tests.loops import TIERS, InjectedError, sometimes
 from tests.models import MLP, loss_of, make
 from tests.training import (
@@ -340,6 +343,90 @@ def test_a_scaled_step_that_is_given_up(hw: HardwareProfile) -> None:
 
 def _interrupts(*_: Any) -> Any:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("schedule", ["serial", "deferred"])
+def test_a_step_that_fails_after_its_updates_is_taken(
+    schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients are not used again: neither by a second step nor instead of later ones."""
+    remember_captures(monkeypatch, "mlp")
+    plain, inputs = make("mlp")
+    its = training_of("sgd", plain).optimizer
+    model, _ = make("mlp")
+    optimizer = training_of("sgd", model).optimizer
+    made = compiled(model, optimizer, hw, states="host", schedule=schedule)
+    for side in (plain, made):
+        torch.manual_seed(0)
+        loss_of("mlp", side(**inputs)).backward()
+    handle = optimizer.register_step_pre_hook(_interrupts)  # it is called behind ours
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    handle.remove()
+    optimizer.step()
+    its.step()
+    assert all(map(identical, made.parameters(), plain.parameters()))
+    for side, its_optimizer in ((plain, its), (made, optimizer)):
+        its_optimizer.zero_grad()
+        torch.manual_seed(1)
+        loss_of("mlp", side(**inputs)).backward()
+        for k, p in enumerate(side.parameters()):
+            if p.grad is not None:
+                p.grad = None if k % 2 else 2 * p.grad
+        its_optimizer.step()
+    made.lohan.close()
+    assert all(map(identical, made.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("method", ["hide", "show_hidden"])
+def test_gradients_are_hidden_all_or_none(
+    method: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever an interrupt strikes, the next step finds those that are there still, or none."""
+    remember_captures(monkeypatch, "mlp")
+    model, inputs = make("mlp")
+    made = compiled(model, training_of("sgd", model).optimizer, hw, states="host")
+    loss_of("mlp", made(**inputs)).backward()
+    assert made.lohan.memory is not None
+    kept = made.lohan.memory.states.gradients
+    given = [p.grad for p in made.parameters()]
+    for at in itertools.count(1):
+        if method == "show_hidden":
+            kept.hide()
+        with contextlib.suppress(KeyboardInterrupt), interrupted(at):
+            getattr(kept, method)()
+            break
+        kept.forget_hidden()
+        found = [p.grad for p in made.parameters()]
+        assert all(map(operator.is_, found, given)) or found == [None] * len(given)
+        for p, gradient in zip(made.parameters(), given, strict=True):
+            p.grad = gradient
+    assert at > 10
+    made.lohan.close()
+
+
+@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize("schedule", ["serial", "deferred"])
+def test_weights_that_are_loaded_between_backward_and_step(
+    schedule: str, states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count, as in plain PyTorch, also where parameters are copies of float32 masters."""
+    remember_captures(monkeypatch, "mlp in bf16")
+    model, inputs = make("mlp")
+    model.to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    inputs = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in inputs.items()}
+    made = compiled(model, optimizer, hw, states=states, schedule=schedule, dtype="bf16")
+    torch.manual_seed(0)
+    loss_of("mlp", made(**inputs)).backward()
+    made.load_state_dict({k: torch.zeros_like(v) for k, v in made.state_dict().items()})
+    wanted = [(0 - 0.5 * g).to(torch.bfloat16) for g in gradients(made)]
+    for _ in range(2):
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of("mlp", made(**inputs))  # before anybody waits for updates
+        assert all(map(identical, made.parameters(), wanted))
+    made.lohan.close()
 
 
 # -- what cannot be --------------------------------------------------------------------------------

@@ -220,6 +220,25 @@ def test_who_asks_gets_updated_weights(
         model.lohan.close()
 
 
+@pytest.mark.parametrize("schedule", ["optimized", "overlapped"])
+@pytest.mark.parametrize("states", LATE_TIERS)
+def test_who_asks_between_backward_and_step_gets_whole_units(
+    states: str, schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, reference, _ = plain_steps("mlp", 1)
+    slow_updates(monkeypatch, 0.06)
+    model, inputs, training = compiled("mlp", hw, monkeypatch, states=states, schedule=schedule)
+    torch.manual_seed(0)
+    loss_of("mlp", model(**inputs)).backward()
+    assert running(model)
+    found = list(model.parameters())
+    assert not running(model)
+    assert all(map(identical, found, reference.parameters()))
+    training.step()
+    assert_same_model(model, reference)
+    model.lohan.close()
+
+
 @pytest.mark.parametrize("states", LATE_TIERS)
 def test_evaluation_beside_updates(
     states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch

@@ -163,17 +163,41 @@ def test_writes_beside_running_updates_are_refused(call: str, tmp_path: Path) ->
     model.lohan.close()
 
 
-@pytest.mark.parametrize("schedule", ["serial", "overlapped"])
-def test_states_in_the_middle_of_a_step_are_refused(schedule: Any, tmp_path: Path) -> None:
-    model, optimizer = compiled(tmp_path, schedule=schedule, states="host")
-    train(model, optimizer, 1)
-    state = optimizer.state_dict()
-    model(torch.ones(64, 64)).square().mean().backward()
-    for ask in (optimizer.state_dict, lambda: optimizer.load_state_dict(state)):
+@pytest.mark.parametrize(
+    ("schedule", "states"),
+    [
+        ("serial", "host"),
+        ("overlapped", "host"),
+        ("optimized", "device"),
+        ("optimized", "host"),
+        ("optimized", "ssd"),
+    ],
+)
+def test_states_in_the_middle_of_a_step_are_refused(
+    schedule: Any, states: Any, tmp_path: Path
+) -> None:
+    """And nothing has happened."""
+    plain = make()
+    model, optimizer = compiled(tmp_path, schedule=schedule, states=states)
+    for each in (plain, (model, optimizer)):
+        train(*each, 1)
+    state, weights = optimizer.state_dict(), plain[0].state_dict()
+    for each in (plain[0], model):
+        each(torch.ones(64, 64)).square().mean().backward()
+    for ask in (
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict(state),
+        model.state_dict,
+        model[0].state_dict,
+        lambda: model.load_state_dict(weights),
+        model.lohan.sync,
+    ):
         with pytest.raises(StepError, match=r"between backward and optimizer\.step\(\)"):
             ask()
+    plain[1].step()
     optimizer.step()
     assert len(optimizer.state_dict()["state"]) == len(state["state"])
+    assert all(map(torch.equal, model.parameters(), plain[0].parameters()))
     model.lohan.close()
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gc
+import itertools
 import mmap
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +38,7 @@ from lohan_fx.runtime.ssd import (
     striped_file,
 )
 from lohan_fx.runtime.waiting import Future
+from tests.faults import interrupted
 
 SECTOR = ALIGNMENT
 MIB = 1 << 20
@@ -456,6 +460,62 @@ def test_close_waits_for_transfers(
         with pytest.raises(StorageError, match="'file' is closed"):
             use()
     file.close()
+
+
+def test_a_file_whose_close_was_interrupted_is_closed(
+    runs: dict[int, RunDirectory],
+    pool: IoPool,
+    buffer: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is transferred any more; a second call waits, and removes what is there."""
+    fds = open_fds()
+    file = StripedFile(runs[2], "file", 2 * SECTOR, pool)
+    file.submit_pwrite(buffer[:SECTOR], 0)
+
+    def interrupt(_: Iterable[Future]) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(striped_file, "_wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            file.close()
+    with pytest.raises(StorageError, match="'file' is closed"):
+        file.pwrite(buffer[:SECTOR], 0)
+    file.close()
+    assert open_fds() == fds
+    with closing(StripedFile(runs[2], "file", SECTOR, pool)) as other:
+        file.close()  # it has nothing to do with that one
+        other.check()
+        assert all(path.exists() for path in other._paths)
+
+
+@pytest.mark.parametrize("what", ["pool", "file", "run"])
+def test_an_interrupted_close_is_called_again(what: str, tmp_path: Path) -> None:
+    """Wherever it was interrupted, the second call leaves nothing."""
+    fds, threads = open_fds(), set(threading.enumerate())
+    for at in itertools.count(1):
+        parts = {"run": RunDirectory([tmp_path]), "pool": IoPool(2)}
+        parts["file"] = StripedFile(parts["run"], "file", MIB, parts["pool"])
+        closed = False
+        with contextlib.suppress(KeyboardInterrupt), interrupted(at) as places:
+            parts[what].close()
+            closed = True
+        again = threading.Thread(target=parts[what].close, daemon=True)
+        again.start()
+        again.join(10)
+        assert not again.is_alive(), places.place
+        for name in ("file", "pool", "run"):
+            parts[name].close()
+        assert open_fds() == fds, places.place
+        assert not list(tmp_path.iterdir()), places.place
+        if closed:
+            break
+    until = time.monotonic() + 5
+    while set(threading.enumerate()) - threads and time.monotonic() < until:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) <= threads
+    assert at > 5
 
 
 def test_a_closed_pool_says_so(runs: dict[int, RunDirectory], buffer: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 options           what was asked for
 user_module       the user's module under the class that replaced its own
+grad_mode         autograd's mode, which an interrupt must not change
 hooks, notices    hooks, ours and theirs; what is said once in the log
 training          what is trained, from which gradients, in which layout
 arriving          values that wait for memory

@@ -35,11 +35,18 @@ class Integrity:
             StorageError: a file of the SSD tier has lost a part.
         """
         self._check_loaded()
-        memory, updater = self._programs.memory, self._programs.updater
-        if memory is None:
-            return
-        if memory.file is not None:
+        memory = self._programs.memory
+        if memory is not None and memory.file is not None:
             memory.file.check()
+        self.check_not_torn()
+
+    def check_not_torn(self) -> None:
+        """See that no step failed after some units had taken it.
+
+        Raises:
+            StepError: one did.
+        """
+        updater = self._programs.updater
         torn = updater.torn if updater is not None else ()
         if torn:
             raise StepError(
@@ -71,16 +78,19 @@ class Integrity:
             )
 
     def check_ended(self) -> None:
-        """Finish the last step; refuse if it is under way: states are half updated then.
+        """Finish the last step; refuse if it is under way: states are half updated then, and what
+        is written there may be updated again, or was already.
 
         Raises:
             StepError: backward has begun a step that optimizer.step() has not ended.
+            the first error of an update.
         """
         updater = self._programs.updater
         if updater is not None and updater.pending:
             raise StepError(
-                "the model's weights or the optimizer's states are asked for between backward and "
-                "optimizer.step(), while units are being updated: call optimizer.step() first"
+                "the model's weights or the optimizer's states are read or replaced between "
+                "backward and optimizer.step(), while units are being updated: call "
+                "optimizer.step() first"
             )
         self._programs.sync()
 

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lohan_fx.compiled.arriving import Arriving
 from lohan_fx.compiled.building import Builder
+from lohan_fx.compiled.grad_mode import grad_mode_kept
 from lohan_fx.compiled.hooks import Call, SubmoduleCall
 from lohan_fx.compiled.integrity import Integrity
 from lohan_fx.compiled.lookup import Lookup
@@ -78,7 +79,7 @@ class CompiledModel:
         self._runner = Runner(
             user, options, training, programs, self.integrity, self._lookup, self._replanner
         )
-        self._step = OptimizerStep(programs, self._meter)
+        self._step = OptimizerStep(programs, self.integrity, self._meter)
         self.optimizer_states: OptimizerStates | None = None
         self._hooks: list[RemovableHandle] = []
         if optimizer is not None:
@@ -87,7 +88,7 @@ class CompiledModel:
             )
             self._hooks = [
                 *_optimizer_hooks(optimizer, self._step, self.optimizer_states, self.integrity),
-                *_model_hooks(model, programs, self.integrity, self.arriving),
+                *_model_hooks(model, self.integrity, self.arriving),
             ]
             _forget_meta_states(model, optimizer)
 
@@ -172,7 +173,7 @@ class CompiledModel:
                 gradients are in buffers that a new program may replace; or as forward, about
                 parameters.
         """
-        with _outside_inference_mode():
+        with grad_mode_kept(), _outside_inference_mode():
             self._programs.clear_unfinished()
             self.integrity.check_step()
             named = self._user.parameters()
@@ -182,7 +183,7 @@ class CompiledModel:
 
     @torch.compiler.disable(reason=_COMPILED)  # type: ignore[untyped-decorator]
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _outside_inference_mode():
+        with grad_mode_kept(), _outside_inference_mode():
             return self._runner.run(args, kwargs)
 
     def sync(self) -> None:
@@ -191,7 +192,17 @@ class CompiledModel:
         Only late schedules leave any of that to the next step.
 
         Raises:
+            StepError: backward has begun a step that optimizer.step() has not ended.
             the first error of an update.
+        """
+        self.integrity.check_ended()
+
+    def wait(self) -> None:
+        """As `sync`; but between backward and optimizer.step() wait for what backward began: each
+        parameter is whole then, of the last step or of this one.
+
+        Raises:
+            the first error of an update of the last step.
         """
         self._programs.sync()
 
@@ -245,7 +256,7 @@ class CompiledModel:
         memory.lanes.recorder = recorder
         try:
             yield recorder
-            self.sync()  # what a late schedule leaves belongs to the last step
+            self.wait()  # what a late schedule leaves belongs to the last step
         finally:
             memory.lanes.recorder = None
 
@@ -253,7 +264,8 @@ class CompiledModel:
         """Join all threads, give all memory back, remove all files.
 
         The model is an ordinary module again, with its weights, and the optimizer has its states
-        again; both stay in the memory where they are until they are collected.
+        again; both stay in the memory where they are until they are collected. If it is
+        interrupted, another call goes on.
         """
         programs = self._programs
         programs.own_memory(self._user.ref())
@@ -264,13 +276,17 @@ class CompiledModel:
         programs.abort()  # before states are read: of a step that never ends
         if self.optimizer_states is not None:
             self.optimizer_states.give_back()
-        self._user.give_back(self)
         if programs.memory is not None:
             programs.memory.states.gradients.forget_dtypes()
         programs.forget_all()
         for hook in self._hooks:
             hook.remove()
-        programs.close_memory()
+        try:
+            programs.close_memory()
+        except Exception:  # a disk's: the model is free all the same
+            self._user.give_back(self)
+            raise
+        self._user.give_back(self)  # last: an interrupted close is called again through the model
 
 
 @contextmanager
@@ -298,16 +314,16 @@ def _optimizer_hooks(
 
 
 def _model_hooks(
-    model: nn.Module, programs: Programs, integrity: Integrity, arriving: Arriving
+    model: nn.Module, integrity: Integrity, arriving: Arriving
 ) -> list[RemovableHandle]:
     """Hooks on load_state_dict() of the model, and on state_dict() of its parts: that of the whole
     is `LohanModule`'s."""
     return [
-        model.register_load_state_dict_pre_hook(Call(programs, Programs.sync)),
+        model.register_load_state_dict_pre_hook(Call(integrity, Integrity.check_ended)),
         model.register_load_state_dict_pre_hook(Call(arriving, Arriving.forget_masters)),
         model.register_load_state_dict_post_hook(_WeightsLoaded(integrity)),
         *(
-            module.register_state_dict_pre_hook(SubmoduleCall(programs, Programs.sync))
+            module.register_state_dict_pre_hook(SubmoduleCall(integrity, Integrity.check_ended))
             for module in model.modules()
             if module is not model
         ),

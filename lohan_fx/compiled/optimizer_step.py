@@ -5,51 +5,59 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lohan_fx.compiled.grad_mode import grad_mode_kept
+from lohan_fx.compiled.integrity import Integrity
 from lohan_fx.compiled.programs import Programs
 from lohan_fx.metrics import Meter
 from lohan_fx.runtime.recording import Stamp
 
 
 class OptimizerStep:
-    """Both ends of optimizer.step(): ours comes first, torch's own then finds no gradient."""
+    """Both ends of optimizer.step(): ours comes first, torch's own then finds no gradient.
 
-    def __init__(self, programs: Programs, meter: Meter) -> None:
+    A step whose second end never comes, as torch's own was interrupted or a hook of the user's
+    raised, has been taken all the same: its gradients are gone.
+    """
+
+    def __init__(self, programs: Programs, integrity: Integrity, meter: Meter) -> None:
         self._programs = programs
+        self._integrity = integrity
         self._meter = meter
-        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
 
     def finish(self) -> None:
-        """End the optimizer's work of this step: what optimizer.step() does first."""
-        self.show_gradients()  # those that a step hid which then failed
+        """End the optimizer's work of this step: what optimizer.step() does first.
+
+        Raises:
+            StepError: a step failed after some units had taken it, this one or an earlier one.
+            as `Updater.finish`.
+        """
         memory, updater = self._programs.memory, self._programs.updater
         if memory is None or updater is None:
             return
         recorder = memory.lanes.recorder
         self._programs.clear_unfinished()
+        self._integrity.check_not_torn()
+        memory.states.gradients.forget_hidden()
         began: Stamp = 0.0
         if recorder is not None:
             recorder.phase = "optimizer"
             began = recorder.mark()
-        updater.finish()
+        with grad_mode_kept():
+            updater.finish()
         if recorder is not None:
             label = memory.lanes.label("join", "optimizer.step")
             recorder.add("gpu", label, began, recorder.mark())
         self._meter.end_step()
-        # the optimizer's own step must not find them
-        found = [p for states in memory.states.trained for p in states.parameters]
-        self._hidden = [(p, p.grad) for p in found if p.grad is not None]
-        for p, _ in self._hidden:
-            p.grad = None
+        memory.states.gradients.hide()
 
     def show_gradients(self) -> None:
         """Give back the ``.grad`` of parameters that `finish` hid: what optimizer.step() does
         last."""
-        for p, gradient in self._hidden:
-            p.grad = gradient
-        self._hidden = []
+        memory = self._programs.memory
+        if memory is not None:
+            memory.states.gradients.show_hidden()
 
 
 class StepHook:
@@ -71,7 +79,6 @@ class StepHook:
         if closure is None:
             step.finish()
             return None
-        step.show_gradients()
 
         def first() -> Any:
             loss = closure()

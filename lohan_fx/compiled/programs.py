@@ -90,13 +90,19 @@ class Programs:
     def sync(self) -> None:
         """Wait until parameters and optimizer states are those that the last step made.
 
-        Only late schedules leave any of that to the next step.
+        Only late schedules leave any of that to the next step. Between backward and
+        optimizer.step(): until no update that backward began is running.
 
         Raises:
-            the first error of an update.
+            the first error of an update; between backward and optimizer.step() none, as the step
+                raises it.
         """
         updater = self.updater
-        if updater is not None and not updater.pending:
+        if updater is None:
+            return
+        if updater.pending:
+            updater.settle()
+        else:
             updater.join()
 
     def own_memory(self, module: nn.Module | None) -> None:
@@ -116,9 +122,11 @@ class Programs:
         self.latest = None
 
     def close_memory(self) -> None:
-        """Join all threads, give all memory back, remove all files."""
-        if self._closer is not None:
-            self._closer()
+        """Join all threads, give all memory back, remove all files; nothing, if the model's end has
+        done it. An interrupted call leaves the rest to another one, or to the model's end."""
+        if self.memory is not None and self._closer is not None and self._closer.alive:
+            self.memory.close()
+            self._closer.detach()
         self.memory = None
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lohan_fx.errors import StepError
@@ -28,6 +27,30 @@ class Gradients:
         self._units = units
         self._file = file
         self._unscaled: set[int] = set()  # parameters whose ``.grad`` this step has divided
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+
+    # -- while torch's own step runs, which must not find any -----------------------------------
+
+    def hide(self) -> None:
+        """Let no parameter have a ``.grad`` until `show_hidden`."""
+        found = [p for states in self._units for p in states.parameters]
+        self._hidden = [(p, p.grad) for p in found if p.grad is not None]
+        for p, _ in self._hidden:
+            p.grad = None
+
+    def show_hidden(self) -> None:
+        """Give back what `hide` took."""
+        for p, gradient in self._hidden:
+            p.grad = gradient
+        self._hidden = []
+
+    def forget_hidden(self) -> None:
+        """Hide for good what a step hid that then failed: it was taken, and what parameters have
+        now is of the next one. Called before there is a gradient of the next backward."""
+        for p, gradient in self._hidden:
+            if p.grad is gradient:  # the step was interrupted while it hid or showed them
+                p.grad = None
+        self._hidden = []
 
     # -- gradients that stay --------------------------------------------------------------------
 
@@ -37,16 +60,15 @@ class Gradients:
         Afterwards `UnitStates.sums` say so, and transfers see what user code did to gradients.
         """
         on_ssd = False
-        with torch.no_grad():
-            for states in self._units:
-                for i, p in enumerate(states.parameters):
-                    given = p.grad
-                    states.sums[i] = given is not None
-                    if given is not None and not _owns(states, i, given):
-                        own = _own(states)[i]
-                        own.copy_(given)
-                        p.grad = own
-                on_ssd |= states.on_ssd and any(states.sums)
+        for states in self._units:
+            for i, p in enumerate(states.parameters):
+                given = p.grad
+                states.sums[i] = given is not None
+                if given is not None and not _owns(states, i, given):
+                    own = _own(states)[i]
+                    own.copy_(given.detach())
+                    p.grad = own
+            on_ssd |= states.on_ssd and any(states.sums)
         if on_ssd:
             assert self._file is not None
             self._file.flush()

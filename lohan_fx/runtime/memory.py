@@ -6,6 +6,7 @@ Nothing is planned here. `compiled.Programs`, and each graph of the torch.compil
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -30,7 +31,7 @@ class Memory:
 
     `buffers` are what bytes pass through: staging, gradients, states under update, as
     name → (number, bytes of all); they grow if a later program needs more. `connected`: the
-    updater has the present ones.
+    updater has the present ones. `pid`: the process whose threads work here.
     """
 
     pin: bool
@@ -49,6 +50,7 @@ class Memory:
     pool: IoPool | None = None
     run: RunDirectory | None = None
     file: StripedFile | None = None
+    pid: int = field(default_factory=os.getpid)
 
     def open_ssd(self, paths: Sequence[str]) -> tuple[RunDirectory, IoPool]:
         """Have a directory of this run, and threads for transfers."""
@@ -121,10 +123,13 @@ class Memory:
         return self.buffer_arena.view(region.offset, region.num_bytes)
 
     def close(self) -> None:
-        """Join all threads, give all memory back, remove all files.
+        """Join all threads, give all memory back, remove all files. A second call does what an
+        interrupted one left, or nothing; so does one in a forked child, which has no threads.
 
         Memory behind parameters that somebody still holds goes with the last of them.
         """
+        if os.getpid() != self.pid:
+            return
         if self.updater is not None:
             self.updater.abort()
             self.updater.close()

@@ -132,6 +132,7 @@ class Updater:
         self.join()
         self._rank = {index: -i for i, index in enumerate(order)}  # last out is needed first
         accumulation = self._accumulation
+        self._states.gradients.forget_hidden()
         if accumulation.kept:
             self._states.gradients.expect_scaled()  # also after a step that was given up
             self._states.gradients.take()
@@ -371,6 +372,7 @@ class Updater:
         self._settle_compute()
         if not self._states.gradients.unscale(self._optimizer):
             return []
+        self._states.sync_from_user()  # in mixed precision masters are not what users write into
         if self.schedule in LATE:
             self._states.gradients.take()  # a tensor of the user's may be written before it is read
         return self._states.gradients.found()
@@ -436,7 +438,7 @@ class Updater:
                         error = error or failure
                 else:  # on the lane, where no interrupt strikes
                     self._jobs.append(self._lane.submit(partial(self._update_once, given)))
-            failed = self._settle()
+            failed = self.settle()
             error = error or failed
         except BaseException:
             # the lane goes on; what this thread was updating itself does not
@@ -474,8 +476,8 @@ class Updater:
             given.arrival.synchronize()
         self._update(given, None)
 
-    def _settle(self) -> BaseException | None:
-        """Wait for all that was submitted; returns the first error."""
+    def settle(self) -> BaseException | None:
+        """Wait for all that was submitted; returns the first error. The step goes on."""
         error: BaseException | None = None
         for tickets in (self._jobs, self._pipeline.writes):  # updates submit the writes
             for ticket in tickets:
@@ -490,7 +492,7 @@ class Updater:
 
     def _wait_for_sums(self) -> None:
         """Wait for what is added. Raises the first error; the sums are dropped then."""
-        error = self._settle()
+        error = self.settle()
         if error is not None:
             self._take_back()
             self._tear()
@@ -513,7 +515,7 @@ class Updater:
         if self.trials is not None:
             self.trials.drop()
         self._lane.drain()
-        self._settle()
+        self.settle()
         self._take_back()
         self._tear()
 

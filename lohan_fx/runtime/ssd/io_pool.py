@@ -116,17 +116,20 @@ class IoPool:
         return self._queue.counters()
 
     def close(self) -> None:
-        """Finish what was submitted and join the threads. A second call does nothing."""
-        self._finalizer()
+        """Finish what was submitted and join the threads. A second call does what an interrupted
+        one left, or nothing."""
+        self._queue.close()
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join()
+        self._finalizer.detach()
 
 
 class _Queue:
     """What the threads of a pool share. They hold it and not the pool, which may be collected."""
 
     def __init__(self, num_threads: int) -> None:
+        self._pid = os.getpid()
         # no Condition: see `runtime.waiting`. Reentrant, as `close` may be called by the collector
         self._lock = threading.RLock()
         self._bell: SimpleQueue[None] = SimpleQueue()  # wakes one thread: there may be work
@@ -161,6 +164,9 @@ class _Queue:
             batch.end(num_left, error)
 
     def close(self) -> None:
+        """End the threads. In a forked child, which has none: nothing; the lock may be taken."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._closed = True
         self._wake(self._num_threads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from lohan_fx.errors import StorageError
 from lohan_fx.runtime._memory import ALIGNMENT
-from lohan_fx.runtime.ssd.syscalls import Syscalls
+from lohan_fx.runtime.ssd.syscalls import Syscalls, close_all
 
 _LOCK_NAME = "lohan_fx.lock"
 _RUN_NAME = re.compile(r"lohan_fx-\d+-[a-z0-9_]{8}")
@@ -36,6 +37,7 @@ class RunDirectory:
     Attributes:
         directories: one private directory for each given path, in their order.
         direct: for each directory, whether its file system takes O_DIRECT.
+        closed: `close` has begun.
 
     Raises:
         StorageError: no path is given, one is given twice, is missing, is no directory, or
@@ -43,14 +45,19 @@ class RunDirectory:
     """
 
     def __init__(self, paths: Sequence[str | Path], *, syscalls: Syscalls | None = None) -> None:
-        owned: list[tuple[Path, int]] = []
-        self._finalizer = weakref.finalize(self, _remove_run, os.getpid(), owned)
+        self.closed = False
+        owned: list[Path] = []
+        locks: list[int] = []
+        self._remove = functools.partial(_remove_run, os.getpid(), owned, locks)
+        self._finalizer = weakref.finalize(self, self._remove)
         direct: list[bool] = []
         for root in _checked_roots(paths):
             try:
                 _remove_dead_runs(root)
-                owned.append(_create_locked(root))
-                direct.append(_takes_direct(owned[-1][0], syscalls or Syscalls()))
+                path, lock = _create_locked(root)
+                owned.append(path)
+                locks.append(lock)
+                direct.append(_takes_direct(path, syscalls or Syscalls()))
             except OSError as error:
                 self.close()
                 raise StorageError(
@@ -64,19 +71,18 @@ class RunDirectory:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        self.directories = tuple(path for path, _ in owned)
+        self.directories = tuple(owned)
         self.direct = tuple(direct)
 
-    @property
-    def closed(self) -> bool:
-        return not self._finalizer.alive
-
     def close(self) -> None:
-        """Remove the directories and all that is in them. A second call does nothing.
+        """Remove the directories and all that is in them. A second call does what an interrupted
+        one left, or nothing.
 
         Files that are still open keep their space until they are closed too.
         """
-        self._finalizer()
+        self.closed = True
+        self._remove()
+        self._finalizer.detach()
 
 
 def _checked_roots(paths: Sequence[str | Path]) -> list[Path]:
@@ -165,12 +171,13 @@ def _remove_directory(path: Path) -> None:
         path.rmdir()
 
 
-def _remove_run(owner_pid: int, owned: list[tuple[Path, int]]) -> None:
+def _remove_run(owner_pid: int, paths: list[Path], locks: list[int]) -> None:
+    """Remove a run's directories, then unlock them. May be called again, until it has succeeded."""
     if os.getpid() != owner_pid:
         return
     with contextlib.ExitStack() as stack:  # one failure does not keep the others
-        for path, lock in owned:
-            stack.callback(os.close, lock)
+        stack.callback(close_all, locks)
+        for path in paths:
             stack.callback(_remove_directory, path)
 
 

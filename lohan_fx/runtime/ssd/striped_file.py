@@ -25,7 +25,7 @@ from lohan_fx.runtime._memory import (
 from lohan_fx.runtime.ssd.io_pool import IoPool, OnSpan
 from lohan_fx.runtime.ssd.run_directory import RunDirectory
 from lohan_fx.runtime.ssd.striping import Piece, Striping
-from lohan_fx.runtime.ssd.syscalls import MAY_PASS, Syscalls, advice
+from lohan_fx.runtime.ssd.syscalls import MAY_PASS, Syscalls, advice, close_all
 from lohan_fx.runtime.waiting import Future
 
 DEFAULT_STRIPE_BYTES = 1 << 20
@@ -104,7 +104,10 @@ class StripedFile:
         self._fds: list[int] = []
         self._sizes = self._striping.file_sizes(self._padded_bytes)
         self._failing = False
-        self._finalizer = weakref.finalize(self, _remove_files, os.getpid(), self._paths, self._fds)
+        self._pid = os.getpid()
+        self._closed = False
+        self._remove = functools.partial(_remove_files, self._pid, self._paths, self._fds)
+        self._finalizer = weakref.finalize(self, self._remove)
         for directory, direct, size in zip(run.directories, run.direct, self._sizes, strict=True):
             self._create(directory / f"{name}.stripes", size, direct)
 
@@ -336,19 +339,22 @@ class StripedFile:
     # -- life ------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if not self._finalizer.alive:
+        if self._closed:
             raise StorageError(f"{self.name!r} is closed")
 
     def close(self) -> None:
-        """Wait for transfers, then delete the files. A second call does nothing.
+        """Wait for transfers, then delete the files. A second call does what an interrupted one
+        left, or nothing.
 
         Memory that `map` returned stays valid, and keeps its space on the disk.
         """
-        with self._lock:
-            finalizer = self._finalizer.detach()  # from here on `_submit` refuses
-        _wait(self._in_flight.copy())
-        if finalizer is not None:
-            _remove_files(*finalizer[2])
+        if os.getpid() == self._pid:  # a forked child has no transfers, and the lock may be taken
+            with self._lock:
+                self._closed = True  # from here on `_submit` refuses
+            _wait(self._in_flight.copy())
+        self._closed = True
+        self._remove()
+        self._finalizer.detach()
 
     def _create(self, path: Path, num_bytes: int, direct: bool) -> None:
         """Make one file and reserve its space through the page cache, then open it to use.
@@ -379,11 +385,11 @@ def _wait(futures: Iterable[Future]) -> None:
 
 
 def _remove_files(owner_pid: int, paths: list[Path], fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-    if os.getpid() == owner_pid:
-        for path in paths:
-            path.unlink(missing_ok=True)
+    """Close and delete. What is not done yet stays in the lists, for another call."""
+    close_all(fds)
+    while paths and os.getpid() == owner_pid:
+        paths[-1].unlink(missing_ok=True)
+        paths.pop()
 
 
 def _free_space(directory: Path) -> str:
