@@ -485,6 +485,28 @@ def test_infeasible_names_the_smallest_budget(seed: int) -> None:
     assert again.value.need_bytes == error.need_bytes
 
 
+def test_the_tier_that_lacks_least_is_named() -> None:
+    """Twice as much host memory would do: the device would have to hold everything instead."""
+    workload, hw = gpt_workload(layers=8), small_hardware()
+    on_ssd = PlannerOptions(states="ssd")
+    p = make_plan("recompute-all", workload, hw, budget(), on_ssd).prediction
+    limit = budget(device=p.peak_device_bytes, host=p.peak_host_bytes // 2)
+    with pytest.raises(InsufficientMemoryError) as caught:
+        Pareto().solve(workload, hw, limit)
+    error = caught.value
+    assert error.tier == "host"
+    assert limit.host_bytes == error.have_bytes < error.need_bytes <= p.peak_host_bytes * 1.02
+    assert "state ring" in dict(error.at_peak)
+    enough = replace(limit, host_bytes=error.need_bytes)
+    check(workload, Pareto().solve(workload, hw, enough)[0], enough)
+
+    with pytest.raises(InsufficientMemoryError) as caught:
+        Pareto().solve(workload, hw, replace(limit, host_bytes=10_000))
+    error = caught.value
+    assert error.tier == "device"
+    assert "of host memory (there are 9.77 KiB) there is one for this device" in str(error)
+
+
 @pytest.mark.parametrize("states", ["auto", "host"])
 def test_host_memory_for_second_copies_is_named(states: Any) -> None:
     """Not the device, which would have to hold all units that host memory cannot hold twice."""

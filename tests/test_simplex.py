@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,24 @@ def check_optimal(p: ChoiceProgram, found: Solution) -> None:
     value = p.costs @ found.x + p.extra_costs @ found.z
     assert found.value == pytest.approx(value)
     assert found.bound == pytest.approx(value, rel=1e-7, abs=1e-7)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_totals_in_other_units_than_their_rows(seed: int) -> None:
+    """A z in bytes is 1 in a row of tens of gigabytes: that is not 0."""
+    p = random_program(seed, tight=5.0)
+    size = np.where(p.extra.any(axis=1), 1e11, 1.0)
+    large = replace(
+        p,
+        matrix=p.matrix * size[:, None],
+        limits=p.limits * size,
+        extra_costs=p.extra_costs / 1e11,
+    )
+    found, wanted = solve(large), solve(p)
+    assert found.status == wanted.status
+    if found.status == "optimal":
+        check_optimal(large, found)
+        assert found.value == pytest.approx(wanted.value)
 
 
 @settings(max_examples=150, deadline=None)

@@ -236,7 +236,7 @@ class _Search:
         if self.best is None:
             self.lean_plan()
         if self.best is None:
-            raise self.error_of_second_copies() or self.error()
+            raise self.error()
         report = ParetoReport(
             step_s=self.best.seconds,
             bound_s=self.bound_s,
@@ -637,30 +637,45 @@ class _Search:
         else:
             self.errors.append(device_error(made.memory, self.budget, NAME))
 
-    def error_of_second_copies(self) -> InsufficientMemoryError | None:
-        """With schedule "speculative": of host memory, if a plan fits with more of that alone.
+    def error(self) -> InsufficientMemoryError:
+        """Of the tier that lacks least for a plan, by its share of what there is; of the other one,
+        its advice.
 
-        What has no room there twice goes to the device, so the leanest plan would lack that.
+        With schedule "speculative" host memory comes first: what has no room there twice goes to
+        the device, so the leanest plan would lack that.
         """
-        if self.options.schedule != "speculative":
-            return None
+        host = self.error_of_host()
+        least = self.least_error()
+        if host is None or (least.tier == "ssd" and self.options.schedule != "speculative"):
+            return self.error_of_device(least)
+        if self.options.schedule == "speculative" or _growth(host) <= _growth(least):
+            return host
+        return self.error_of_device(least, host)
+
+    def error_of_host(self) -> InsufficientMemoryError | None:
+        """Of host memory, if a plan fits with more of that alone."""
         found = least_host(self.model, self.budget, NAME, self.effort.lean)
         if found is None:
             return None
         need, made = found
         parts = host_bytes_needed(self.workload, made.plan)
         advice = "Give the plan more host memory or an SSD"
-        if self.fits_deferred():
-            advice += ", or use schedule='deferred': it needs no second copies, and fits."
-        else:
-            advice += "; schedule='deferred', which needs no second copies, does not fit either."
+        where = "the whole step"
+        if self.options.schedule == "speculative":
+            where += ", with second copies of units in host memory"
+            if self.fits_deferred():
+                advice += ", or use schedule='deferred': it needs no second copies, and fits"
+            else:
+                advice += "; schedule='deferred', which needs no second copies, does not fit either"
+        elif self.budget.ssd_bytes:
+            advice = "Give the plan more host memory or more room on SSD"
         return InsufficientMemoryError(
             "host",
             need,
             self.budget.host_bytes,
-            where="the whole step, with second copies of units in host memory",
+            where=where,
             at_peak=sorted(((n, b) for n, b in parts.items() if b), key=lambda part: -part[1]),
-            advice=advice,
+            advice=advice + ".",
         )
 
     def fits_deferred(self) -> bool:
@@ -673,13 +688,18 @@ class _Search:
                 return True
         return False
 
-    def error(self) -> InsufficientMemoryError:
-        """What the leanest plan needs; of the device if that is what it lacks.
-
-        Smaller budgets may have plans all the same, so some are tried.
-        """
+    def least_error(self) -> InsufficientMemoryError:
+        """What the leanest plan needs; of the device if that is what it lacks."""
         device = [e for e in self.errors if e.tier == "device"]
-        least = min(device or self.errors, key=lambda e: e.need_bytes)
+        return min(device or self.errors, key=lambda e: e.need_bytes)
+
+    def error_of_device(
+        self, least: InsufficientMemoryError, host: InsufficientMemoryError | None = None
+    ) -> InsufficientMemoryError:
+        """The `least_error`; smaller budgets may have plans all the same, so some are tried.
+
+        `host` is what would do instead.
+        """
         bound = least_memory(self.model, self.budget) if least.tier == "device" else math.inf
         need, at_peak, where = least.need_bytes, least.at_peak, least.where
         peak = need
@@ -698,6 +718,9 @@ class _Search:
         advice = "This is the smallest need of all plans that were found"
         if math.isfinite(bound):
             advice += f"; none can need less than {format_bytes(bound)}"
+        if host is not None:
+            advice += f". With {format_bytes(host.need_bytes)} of host memory "
+            advice += f"(there are {format_bytes(host.have_bytes)}) there is one for this device"
         return InsufficientMemoryError(
             least.tier, need, least.have_bytes, where=where, at_peak=at_peak, advice=advice + "."
         )
@@ -715,6 +738,11 @@ class _Search:
     def least_memory_of_best(self) -> Residency:
         assert self.best is not None
         return residency(lower(self.workload, self.best.plan))
+
+
+def _growth(error: InsufficientMemoryError) -> float:
+    """How many times what there is would be needed."""
+    return error.need_bytes / error.have_bytes if error.have_bytes else math.inf
 
 
 def _geometric(limit: int, per_octave: int, count: int) -> Iterator[int]:

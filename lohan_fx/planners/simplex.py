@@ -96,15 +96,21 @@ def solve(p: ChoiceProgram, start: Ints | None = None, max_steps: int = 20_000) 
         start: one option of each group to begin with; the first of each if None.
         max_steps: pivots, both phases together.
     """
-    scale = np.maximum(np.abs(p.matrix).max(axis=1, initial=0.0), np.abs(p.extra).max(axis=1))
+    scale = np.abs(p.matrix).max(axis=1, initial=0.0)
+    scale = np.where(scale > 0, scale, np.abs(p.limits))
+    scale = np.maximum(scale, np.abs(p.extra).max(axis=1))
     scale = np.where(scale > 0, scale, 1.0)
+    # a z counts seconds beside rows of seconds, or bytes beside rows of gigabytes
+    extra = p.extra / scale[:, None]
+    size = np.abs(extra).max(axis=0, initial=0.0)
+    size = np.where(size > 0, size, 1.0)
     scaled = ChoiceProgram(
         costs=p.costs,
         matrix=p.matrix / scale[:, None],
         group=p.group,
         counts=p.counts,
-        extra=p.extra / scale[:, None],
-        extra_costs=p.extra_costs,
+        extra=extra / size,
+        extra_costs=p.extra_costs / size,
         limits=p.limits / scale,
     )
     keys = np.flatnonzero(np.diff(p.group, prepend=-1)) if start is None else start.copy()
@@ -116,7 +122,7 @@ def solve(p: ChoiceProgram, start: Ints | None = None, max_steps: int = 20_000) 
         value=found.value,
         bound=bound,
         x=found.x,
-        z=found.z,
+        z=found.z / size,
         prices=prices,
         steps=found.steps,
     )

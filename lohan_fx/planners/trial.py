@@ -51,12 +51,17 @@ class _Host:
         self.reserve = self.least
         self.banned: set[int] = set()
         self._largest: set[int] = set()
+        self._rounding = 0
 
     def exceeded(self, x: Ints, assignment: Assignment, error: InsufficientMemoryError) -> None:
         """Take note that `x` needs too much: its buffers are set aside."""
         last = self.reserve == error.have_bytes
         buffers = error.need_bytes - int(self.model.host @ x)
-        self.reserve = min(error.have_bytes, max(self.reserve + 1, buffers))
+        if buffers <= self.reserve:  # `x` was rounded to more than there is, as the next one may be
+            least = max(error.need_bytes - error.have_bytes, error.have_bytes // 256)
+            self._rounding = max(2 * self._rounding, least)
+            buffers = self.reserve + self._rounding
+        self.reserve = min(error.have_bytes, buffers)
         self._largest = self.model.largest_moved(assignment)
         if last:
             self.relax()
