@@ -547,9 +547,10 @@ def test_close_and_compile_again(
     made.lohan.close()
 
 
-@pytest.mark.parametrize(
-    "copies", [copy.deepcopy, copy.copy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())]
-)
+COPIES = [copy.deepcopy, copy.copy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())]
+
+
+@pytest.mark.parametrize("copies", COPIES)
 def test_copies_of_a_compiled_model_are_refused(
     copies: Callable[[nn.Module], object], hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -560,6 +561,43 @@ def test_copies_of_a_compiled_model_are_refused(
     assert_identical(run.step(1), eager("mlp", "adamw")[1])
     run.model.lohan.close()
     assert all(map(identical, copy.deepcopy(run.model).parameters(), run.model.parameters()))
+
+
+@pytest.mark.parametrize("copies", COPIES)
+def test_copies_of_its_optimizer_are_refused(
+    copies: Callable[[object], object], hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would have none of its states. After close() they have all."""
+    run = start("mlp", hw, monkeypatch)
+    optimizer = run.training.optimizer
+    run.step(0)
+    with pytest.raises(LohanError, match=r"the AdamW of a compiled model cannot be copied"):
+        copies(optimizer)
+    assert_identical(run.step(1), eager("mlp", "adamw")[1])
+    run.model.lohan.close()
+    copies(optimizer)
+    assert "__getstate__" not in vars(optimizer)
+    have = copy.deepcopy(optimizer).state_dict()["state"]
+    want = optimizer.state_dict()["state"]
+    assert have.keys() == want.keys()
+    assert len(want) > 0
+    for key, state in want.items():
+        assert all(identical(have[key][name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_copies_of_an_optimizer_that_two_models_share(first: int, hw: HardwareProfile) -> None:
+    """They are refused until both are closed, in whichever order, or deleted."""
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()])
+    made = [lohan_fx.compile(model, hw=hw, optimizer=optimizer) for model in models]
+    made.pop(first).lohan.close()
+    with pytest.raises(LohanError, match="cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
+    models.clear()
+    made.clear()
+    gc.collect()
+    copy.deepcopy(optimizer)
 
 
 # -- exceptions in the middle of a step ----------------------------------------------------------

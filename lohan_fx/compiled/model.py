@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lohan_fx.compiled.arriving import Arriving
 from lohan_fx.compiled.building import Builder
-from lohan_fx.compiled.hooks import Call, SubmoduleCall
+from lohan_fx.compiled.hooks import Call, NoCopies, SubmoduleCall
 from lohan_fx.compiled.integrity import Integrity
 from lohan_fx.compiled.lookup import Lookup
 from lohan_fx.compiled.notices import Notices
@@ -80,7 +80,7 @@ class CompiledModel:
         )
         self._step = OptimizerStep(programs, self._meter)
         self.optimizer_states: OptimizerStates | None = None
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle | NoCopies] = []
         if optimizer is not None:
             self.optimizer_states = OptimizerStates(
                 user, optimizer, training, self.arriving, programs, self.integrity
@@ -88,6 +88,7 @@ class CompiledModel:
             self._hooks = [
                 *_optimizer_hooks(optimizer, self._step, self.optimizer_states, self.integrity),
                 *_model_hooks(model, programs, self.integrity, self.arriving),
+                NoCopies(optimizer, self.optimizer_states),
             ]
             _forget_meta_states(model, optimizer)
 
