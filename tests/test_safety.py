@@ -487,7 +487,7 @@ def test_two_backwards(
     run = Run("mlp", made, inputs, training)
     loss = run.forward(0)
     loss.backward(retain_graph=True)
-    with pytest.raises(StepError, match="its backward ran already"):
+    with pytest.raises(StepError, match=r"ran already.*retain_graph=True, is not supported"):
         loss.backward()
     run.training.step()
     wanted = eager("mlp", "adamw")

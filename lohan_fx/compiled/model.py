@@ -71,7 +71,7 @@ class CompiledModel:
         self._notices = Notices()
         self._meter = Meter()
         self._training = training = training_of(model, optimizer, options, NumWaiting(programs))
-        self.integrity = Integrity(programs)
+        self.integrity = Integrity(programs, training.accumulation)
         self.builder = Builder(user, options, training, self.arriving, programs)
         self._lookup = Lookup(user, programs, self.builder, self._notices)
         self._replanner = Replanner(programs, self.builder, self._notices)
