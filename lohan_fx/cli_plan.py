@@ -186,7 +186,8 @@ def simulate(
 ) -> Parts:
     """Simulate plan files, side by side; on another machine with --hw."""
     _check_writable(trace)
-    _check_drawable(plot)
+    _check_writable(plot)
+    _check_drawing(plot)
     real = load_trace(recorded) if recorded is not None else ()
     loaded = [_simulated(path, hw) for path in plans]
     parts: list[Table | str] = [step_table(loaded)]
@@ -247,10 +248,9 @@ def ablate(
     ] = None,
 ) -> Parts:
     """Compare strategies: predicted, and with --measure measured."""
-    for path in out or ():
+    for path in (*(out or ()), plot, plot_memory):
         _check_writable(path)
-    for path in (plot, plot_memory):
-        _check_drawable(path)
+    _check_drawing(plot, plot_memory)
     for path in out or ():
         if path.suffix not in (".csv", ".json", ".md"):
             raise LohanError(f"--out {path}: use a name that ends in .csv, .json or .md")
@@ -308,9 +308,9 @@ def _check_writable(path: Path | None) -> None:
         raise LohanError(f"cannot save {path}: it is a directory, name a file")
 
 
-def _check_drawable(path: Path | None) -> None:
-    _check_writable(path)
-    if path is not None:
+def _check_drawing(*paths: Path | None) -> None:
+    """The same of what draws, if there is something to draw."""
+    if any(path is not None for path in paths):
         from lohan_fx.plots import check_drawing
 
         check_drawing()
