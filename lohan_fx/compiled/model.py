@@ -157,11 +157,13 @@ class CompiledModel:
     def metrics(self) -> dict[str, float | int]:
         """What the steps since the last call moved, took and wore, for a logger (W&B, TensorBoard).
 
-        Ints are bytes and counts, floats seconds and shares; `lohan_fx.metrics.KEYS` explains each
-        key. Reading takes microseconds and waits for nothing.
+        Ints are bytes and counts, floats seconds, shares and a norm; `lohan_fx.metrics.KEYS`
+        explains each key. Reading takes microseconds and waits for nothing.
         """
         peaks = [program.memory.peak_bytes for program in self.programs.values()]
-        return self._meter.read(self.memory, self.options.hw, self.options.device, peaks)
+        return self._meter.read(
+            self.memory, self.options.hw, self.options.device, peaks, self._training.clipping
+        )
 
     # -- running ----------------------------------------------------------------------------
 
