@@ -41,7 +41,7 @@ from lohan_fx.errors import (
     format_bytes,
 )
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import SCHEDULES
+from lohan_fx.plan import SCHEDULES, WHOLE
 from lohan_fx.runtime import arena, ssd
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.trials import Trials
@@ -713,13 +713,20 @@ def test_an_exception_early_in_backward(
         assert_recovers(run, patch, hw)
 
 
+@pytest.mark.parametrize(
+    ("method", "schedule"),
+    [
+        ("prefetch", "serial"),
+        ("wait", "serial"),
+        *(("emit_gradients", schedule) for schedule in sorted(WHOLE)),
+    ],
+)
 @pytest.mark.parametrize("states", TIERS)
-@pytest.mark.parametrize("method", ["prefetch", "wait", "emit_gradients"])
-def test_an_exception_late_in_a_serial_backward(
-    method: str, states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+def test_an_exception_late_in_a_backward_that_updates_nothing(
+    states: str, method: str, schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After gradients were emitted; nothing is updated before ``optimizer.step()``."""
-    run = start("mlp", hw, monkeypatch, states=states, schedule="serial")
+    """After gradients were emitted; no update counts before ``optimizer.step()``."""
+    run = start("mlp", hw, monkeypatch, states=states, schedule=schedule)
     program = run.model.lohan.prepare(**run.inputs).instructions.instructions
     total = sum(i.kind == method for i in program)
     with pytest.MonkeyPatch.context() as patch:
@@ -743,7 +750,9 @@ def test_an_exception_between_two_updates(
         with pytest.raises(InjectedError):
             run.step(1)
     for _ in range(2):
-        with pytest.raises(StepError, match=r"between two steps.*layers\.2.*serial"):
+        with pytest.raises(
+            StepError, match=r"between two steps.*layers\.2.*serial.*deferred.*Ctrl-C"
+        ):
             run.forward(1)
     before.assert_back()
     with torch.no_grad(), pytest.raises(StepError, match="between two steps"):

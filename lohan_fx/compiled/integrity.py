@@ -49,7 +49,8 @@ class Integrity:
                 f"steps: {', '.join(torn)} took the step, the others did not. Load a checkpoint "
                 "with lohan_fx.load(), or model.load_state_dict() and optimizer.load_state_dict(), "
                 "both, and go on; or call model.lohan.close(), load, and compile again. With "
-                "schedule='serial' nothing is updated before optimizer.step()"
+                "schedule='serial' or 'deferred' nothing is updated before optimizer.step(), so an "
+                "error or interrupt in backward (Ctrl-C) only loses the step"
             )
 
     def check_step(self) -> None:
