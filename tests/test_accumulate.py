@@ -402,6 +402,7 @@ def test_what_is_refused(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -
         (2, r"^2 of 2 backwards of accumulate=2 have run, .*: call optimizer\.step\(\) before"),
         ("manual", r"^a backward outside model\.no_sync\(\) ran.* inside model\.no_sync\(\)$"),
     ],
+    ids=["1", "2", "manual"],
 )
 def test_a_backward_too_many_says_how_many_make_a_step(
     accumulate: Any, said: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
