@@ -187,6 +187,7 @@ def simulate(
     """Simulate plan files, side by side; on another machine with --hw."""
     _check_writable(trace)
     _check_writable(plot)
+    _check_drawing(plot)
     real = load_trace(recorded) if recorded is not None else ()
     loaded = [_simulated(path, hw) for path in plans]
     parts: list[Table | str] = [step_table(loaded)]
@@ -236,16 +237,20 @@ def ablate(
         typer.Option(help="Save the table: .csv, .json or .md; repeatable.", metavar="FILE"),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw time over swapped bytes.", metavar="FILE.png")
+        Path | None,
+        typer.Option(help="Draw time over swapped bytes (extra `plots`).", metavar="FILE.png"),
     ] = None,
     plot_memory: Annotated[
         Path | None,
-        typer.Option(help="Draw throughput over activation memory.", metavar="FILE.png"),
+        typer.Option(
+            help="Draw throughput over activation memory (extra `plots`).", metavar="FILE.png"
+        ),
     ] = None,
 ) -> Parts:
     """Compare strategies: predicted, and with --measure measured."""
     for path in (*(out or ()), plot, plot_memory):
         _check_writable(path)
+    _check_drawing(plot, plot_memory)
     for path in out or ():
         if path.suffix not in (".csv", ".json", ".md"):
             raise LohanError(f"--out {path}: use a name that ends in .csv, .json or .md")
@@ -301,6 +306,14 @@ def _check_writable(path: Path | None) -> None:
         raise LohanError(f"cannot save {path}: its directory does not exist")
     if path is not None and path.is_dir():
         raise LohanError(f"cannot save {path}: it is a directory, name a file")
+
+
+def _check_drawing(*paths: Path | None) -> None:
+    """The same of what draws, if there is something to draw."""
+    if any(path is not None for path in paths):
+        from lohan_fx.plots import check_drawing
+
+        check_drawing()
 
 
 def _one_of(what: str, value: str, *known: str) -> Any:

@@ -14,6 +14,7 @@ import torch
 
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime.arena import Arena
+from lohan_fx.runtime.clipping import Clipping
 from lohan_fx.runtime.lanes import Counters
 from lohan_fx.runtime.memory import Memory
 
@@ -49,6 +50,12 @@ KEYS: dict[str, str] = {
     "on a CPU device",
     "lohan/host_bytes": "host memory that the runtime holds",
     "lohan/ssd_bytes": "SSD space that the run holds",
+    "lohan/grad_norm": "norm of the last step's gradients before clipping; absent unless "
+    "clip_grad_norm or skip_nonfinite needs it, and not finite in a step that was skipped",
+    "lohan/skipped_steps": "steps left out because their gradients were not finite "
+    "(skip_nonfinite), since the model was compiled",
+    "lohan/redone_steps": "steps whose updates were tried beside backward in vain, as their "
+    "gradients had to be clipped (schedule 'speculative'), since the model was compiled",
     "lohan/programs": "programs made and kept, one for each signature of inputs",
     "lohan/late_updates": "unit updates that the last optimizer.step() left to run beside the next "
     "forward (schedule 'overlapped')",
@@ -84,6 +91,7 @@ class Meter:
         hw: HardwareProfile,
         device: torch.device,
         peaks: Sequence[int],
+        clipping: Clipping,
     ) -> dict[str, float | int]:
         """The metrics; see `KEYS`.
 
@@ -92,6 +100,7 @@ class Meter:
             hw: the profile whose SSDs it uses.
             device: where it computes.
             peaks: planned bytes on the device, of each program.
+            clipping: what became of its gradients.
         """
         found: dict[str, float | int] = {"lohan/steps": self.num_steps}
         if self.num_steps > self._first_step:
@@ -109,6 +118,7 @@ class Meter:
         self._moved = moved
         found.update(_ssd(memory, hw))
         found.update(_memory(memory, device, peaks))
+        found.update(_gradients(clipping))
         return found
 
 
@@ -165,4 +175,14 @@ def _memory(
     }
     if device.type == "cuda":
         found["lohan/device_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    return found
+
+
+def _gradients(clipping: Clipping) -> dict[str, float | int]:
+    found: dict[str, float | int] = {
+        "lohan/skipped_steps": clipping.skipped_steps,
+        "lohan/redone_steps": clipping.redone_steps,
+    }
+    if clipping.grad_norm is not None:
+        found["lohan/grad_norm"] = clipping.grad_norm
     return found

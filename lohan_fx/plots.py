@@ -215,11 +215,22 @@ def plot_timelines(timelines: Sequence[Timeline], path: str | Path) -> None:
     _save(plt, figure, path)
 
 
+def check_drawing() -> None:
+    """See that plots can be drawn, before the work whose results they show.
+
+    Raises:
+        LohanError: matplotlib is not installed.
+    """
+    _pyplot()
+
+
 def _pyplot() -> Any:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise LohanError("plots need matplotlib: pip install 'lohan_fx[plots]'") from error
+        raise LohanError(
+            "plots need matplotlib: pip install matplotlib, or '.[plots]' in the clone"
+        ) from error
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -235,7 +235,7 @@ def test_without_matplotlib(
     found: Ablation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(LohanError, match=r"pip install 'lohan_fx\[plots\]'"):
+    with pytest.raises(LohanError, match=r"pip install matplotlib, or '\.\[plots\]'"):
         found.plot(tmp_path / "a.png")
 
 

@@ -380,7 +380,7 @@ def test_an_exception_in_the_last_backward(
 
 def test_what_is_refused(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     remember_captures(monkeypatch, "mlp")
-    model, inputs = make("mlp")
+    model, _ = make("mlp")
     optimizer = training_of("adam", model).optimizer
     for wrong in (0, -1, True, 1.5, "sometimes"):
         with pytest.raises(LohanError, match="'manual' or a number of backwards"):
@@ -392,8 +392,28 @@ def test_what_is_refused(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -
     made = compiled(model, optimizer, hw, accumulate=2)
     with pytest.raises(StepError, match="accumulate='manual'"), made.no_sync():
         pass
-    for _ in range(2):
-        loss_of("mlp", made(**inputs)).backward()
-    with pytest.raises(StepError, match=r"optimizer\.step\(\) was not called"):
+    made.lohan.close()
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "said"),
+    [
+        (1, r"^backward ran, but .* compile with accumulate= or gradients='kept'$"),
+        (2, r"^2 of 2 backwards of accumulate=2 have run, .*: call optimizer\.step\(\) before"),
+        ("manual", r"^a backward outside model\.no_sync\(\) ran.* inside model\.no_sync\(\)$"),
+    ],
+    ids=["1", "2", "manual"],
+)
+def test_a_backward_too_many_says_how_many_make_a_step(
+    accumulate: Any, said: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not ask for what the user wrote already."""
+    remember_captures(monkeypatch, "mlp")
+    model, inputs = make("mlp")
+    made = compiled(model, training_of("adam", model).optimizer, hw, accumulate=accumulate)
+    for more in (False,) if accumulate == 1 else (True, False):
+        with made.no_sync() if accumulate == "manual" and more else nullcontext():
+            loss_of("mlp", made(**inputs)).backward()
+    with pytest.raises(StepError, match=said):
         made(**inputs)
     made.lohan.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import lohan_fx
+from lohan_fx import ablation
 from lohan_fx.api import LohanModule
 from lohan_fx.cli import app
 from lohan_fx.models import names
@@ -195,6 +197,21 @@ def test_ablate_draws(hw: Path, tmp_path: Path) -> None:
     )
     assert swaps.stat().st_size
     assert memory.stat().st_size
+
+
+@pytest.mark.parametrize("option", ["--plot", "--plot-memory"])
+def test_what_cannot_be_drawn_is_said_before_the_work(
+    option: str, hw: Path, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(ablation, "ablate", lambda *_, **__: pytest.fail("it worked first"))
+    table = tmp_path / "table.md"
+    said = message("ablate", TOY, "--hw", hw, "--out", table, option, tmp_path / "a.png")
+    assert "plots need matplotlib" in said
+    assert not table.exists()
+    if option == "--plot":
+        monkeypatch.setattr(Planned, "load", lambda _: pytest.fail("it worked first"))
+        assert "need matplotlib" in message("simulate", saved, option, tmp_path / "a.png")
 
 
 def test_ablate_measures(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.training import Squeezed, remember_captures, training_of
 
 ON_CUDA = {"lohan/device_peak_bytes"}
 RATED = {"lohan/ssd_wear"}
+CLIPPED = {"lohan/grad_norm"}
 
 
 class Run:
@@ -53,11 +55,38 @@ def test_every_key_is_explained_and_there(
     for _ in range(2):
         run.step()
     found = run.metrics()
-    assert found.keys() == KEYS.keys() - ON_CUDA - RATED
+    assert found.keys() == KEYS.keys() - ON_CUDA - RATED - CLIPPED
     assert before.keys() == found.keys() - {"lohan/step_s"}
     for key, value in found.items():
         assert type(value) is (float if key.endswith("_s") else int), key
     json.dumps(found)  # plain numbers, as loggers take them
+    assert found["lohan/steps"] == 2
+    run.model.lohan.close()
+
+
+def test_gradients_are_those_of_the_last_step(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm, and how many steps were left out, or tried beside backward in vain."""
+    run = Run(
+        hw,
+        monkeypatch,
+        states="host",
+        clip_grad_norm=1e-6,
+        skip_nonfinite=True,
+        schedule="speculative",
+    )
+    assert "lohan/grad_norm" not in run.metrics()
+    run.step()
+    found = run.metrics()
+    assert found["lohan/grad_norm"] == run.model.lohan.grad_norm
+    assert (found["lohan/skipped_steps"], found["lohan/redone_steps"]) == (0, 1)
+    loss = loss_of("mlp", run.model(**run.inputs))
+    (loss * math.nan).backward()
+    run.optimizer.step()
+    found = run.metrics()
+    assert math.isnan(found["lohan/grad_norm"])
+    assert found["lohan/skipped_steps"] == 1
     assert found["lohan/steps"] == 2
     run.model.lohan.close()
 

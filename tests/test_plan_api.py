@@ -17,6 +17,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 import lohan_fx
+from lohan_fx.api import LohanModule
 from lohan_fx.bounds import step_bound
 from lohan_fx.errors import (
     CaptureError,
@@ -95,6 +96,27 @@ def test_a_plan_can_be_given_to_compile() -> None:
     optimizer.step()
     assert compiled.plan is given  # type: ignore[comparison-overlap]
     compiled.lohan.close()  # type: ignore[union-attr, operator]
+
+
+def test_a_plan_that_was_kept_is_run_without_planning(tmp_path: Path) -> None:
+    def run(**options: Any) -> Plan:
+        model, x = made()
+        optimizer = torch.optim.AdamW(model.parameters())
+        compiled = lohan_fx.compile(model, hw=CPU, optimizer=optimizer, **options)
+        assert isinstance(compiled, LohanModule)
+        compiled(x).backward()
+        optimizer.step()
+        found = compiled.plan
+        compiled.lohan.close()
+        return found
+
+    kept = run(strategy="swap-all")
+    kept.save(tmp_path / "plan.json")
+
+    def never(*_: object) -> Plan:
+        pytest.fail("it plans")
+
+    assert run(plan=tmp_path / "plan.json", strategy=never) == kept
 
 
 def test_figures_of_a_plan(planned: Planned) -> None:

@@ -498,8 +498,12 @@ def test_a_callable_may_return_choices() -> None:
     plan = make_plan(mine, workload, HW, budget())
     assert plan.strategy == "mine"
     check(workload, plan, budget())
-    with pytest.raises(PlanError, match="return a Plan or Choices"):
-        make_plan(lambda *_: 3, workload, HW, budget())  # type: ignore[arg-type]
+
+    def forgets(*_: object) -> None:
+        pass
+
+    with pytest.raises(PlanError, match="strategy 'forgets' returned NoneType: return a Plan or"):
+        make_plan(forgets, workload, HW, budget())  # type: ignore[arg-type]
 
 
 def test_incomplete_choices_are_refused() -> None:

@@ -41,7 +41,7 @@ from lohan_fx.errors import (
     format_bytes,
 )
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import SCHEDULES
+from lohan_fx.plan import SCHEDULES, WHOLE
 from lohan_fx.runtime import arena, ssd
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.trials import Trials
@@ -487,7 +487,7 @@ def test_two_backwards(
     run = Run("mlp", made, inputs, training)
     loss = run.forward(0)
     loss.backward(retain_graph=True)
-    with pytest.raises(StepError, match="its backward ran already"):
+    with pytest.raises(StepError, match=r"ran already.*retain_graph=True, is not supported"):
         loss.backward()
     run.training.step()
     wanted = eager("mlp", "adamw")
@@ -547,9 +547,10 @@ def test_close_and_compile_again(
     made.lohan.close()
 
 
-@pytest.mark.parametrize(
-    "copies", [copy.deepcopy, copy.copy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())]
-)
+COPIES = [copy.deepcopy, copy.copy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())]
+
+
+@pytest.mark.parametrize("copies", COPIES)
 def test_copies_of_a_compiled_model_are_refused(
     copies: Callable[[nn.Module], object], hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -560,6 +561,43 @@ def test_copies_of_a_compiled_model_are_refused(
     assert_identical(run.step(1), eager("mlp", "adamw")[1])
     run.model.lohan.close()
     assert all(map(identical, copy.deepcopy(run.model).parameters(), run.model.parameters()))
+
+
+@pytest.mark.parametrize("copies", COPIES)
+def test_copies_of_its_optimizer_are_refused(
+    copies: Callable[[object], object], hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would have none of its states. After close() they have all."""
+    run = start("mlp", hw, monkeypatch)
+    optimizer = run.training.optimizer
+    run.step(0)
+    with pytest.raises(LohanError, match=r"the AdamW of a compiled model cannot be copied"):
+        copies(optimizer)
+    assert_identical(run.step(1), eager("mlp", "adamw")[1])
+    run.model.lohan.close()
+    copies(optimizer)
+    assert "__getstate__" not in vars(optimizer)
+    have = copy.deepcopy(optimizer).state_dict()["state"]
+    want = optimizer.state_dict()["state"]
+    assert have.keys() == want.keys()
+    assert len(want) > 0
+    for key, state in want.items():
+        assert all(identical(have[key][name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_copies_of_an_optimizer_that_two_models_share(first: int, hw: HardwareProfile) -> None:
+    """They are refused until both are closed, in whichever order, or deleted."""
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()])
+    made = [lohan_fx.compile(model, hw=hw, optimizer=optimizer) for model in models]
+    made.pop(first).lohan.close()
+    with pytest.raises(LohanError, match="cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
+    models.clear()
+    made.clear()
+    gc.collect()
+    copy.deepcopy(optimizer)
 
 
 # -- exceptions in the middle of a step ----------------------------------------------------------
@@ -675,13 +713,20 @@ def test_an_exception_early_in_backward(
         assert_recovers(run, patch, hw)
 
 
+@pytest.mark.parametrize(
+    ("method", "schedule"),
+    [
+        ("prefetch", "serial"),
+        ("wait", "serial"),
+        *(("emit_gradients", schedule) for schedule in sorted(WHOLE)),
+    ],
+)
 @pytest.mark.parametrize("states", TIERS)
-@pytest.mark.parametrize("method", ["prefetch", "wait", "emit_gradients"])
-def test_an_exception_late_in_a_serial_backward(
-    method: str, states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+def test_an_exception_late_in_a_backward_that_updates_nothing(
+    states: str, method: str, schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After gradients were emitted; nothing is updated before ``optimizer.step()``."""
-    run = start("mlp", hw, monkeypatch, states=states, schedule="serial")
+    """After gradients were emitted; no update counts before ``optimizer.step()``."""
+    run = start("mlp", hw, monkeypatch, states=states, schedule=schedule)
     program = run.model.lohan.prepare(**run.inputs).instructions.instructions
     total = sum(i.kind == method for i in program)
     with pytest.MonkeyPatch.context() as patch:
@@ -705,7 +750,9 @@ def test_an_exception_between_two_updates(
         with pytest.raises(InjectedError):
             run.step(1)
     for _ in range(2):
-        with pytest.raises(StepError, match=r"between two steps.*layers\.2.*serial"):
+        with pytest.raises(
+            StepError, match=r"between two steps.*layers\.2.*serial.*deferred.*Ctrl-C"
+        ):
             run.forward(1)
     before.assert_back()
     with torch.no_grad(), pytest.raises(StepError, match="between two steps"):

@@ -1,4 +1,7 @@
-"""Hooks: ours on the user's optimizer and modules, and theirs that would never be called."""
+"""Hooks: ours on the user's optimizer and modules, and theirs that would never be called.
+
+`NoCopies` is one, too: on copying and pickling an optimizer, for which torch has no hook.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lohan_fx._compat import backward_hook, gradient_hook
-from lohan_fx.errors import StepError
+from lohan_fx.errors import LohanError, StepError
 
 T = TypeVar("T")
 
@@ -43,6 +47,48 @@ def _no_hook() -> Callable[..., None]:
 
 def _nothing(*_: Any) -> None:
     pass
+
+
+class NoCopies:
+    """Refuses copies and pickles of an optimizer whose states a compiled model has.
+
+    ``Optimizer.state`` is empty between calls, so a copy would begin with new states, and say
+    nothing. It stands as ``__getstate__`` in the instance, where copy and pickle look first: the
+    optimizer's class stays what it is.
+
+    Args:
+        optimizer: the user's. It may be that of several models.
+        owner: what has the states; held weakly. Without it copies are as ever.
+    """
+
+    def __init__(self, optimizer: Optimizer, owner: object) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._owner: weakref.ref[object] | None = weakref.ref(owner)
+        self._before: Callable[[], Any] | None = vars(optimizer).get("__getstate__")
+        vars(optimizer)["__getstate__"] = self
+
+    def __call__(self) -> Any:
+        optimizer = self._optimizer()
+        assert optimizer is not None  # its own method is called
+        name = type(optimizer).__name__
+        if self._owner is not None and self._owner() is not None:
+            raise LohanError(
+                f"the {name} of a compiled model cannot be copied or pickled: the model's tiers "
+                "have its states. Use its state_dict(), or copy it before lohan_fx.compile or "
+                "after model.lohan.close()"
+            )
+        return type(optimizer).__getstate__(optimizer) if self._before is None else self._before()
+
+    def remove(self) -> None:
+        """Copies are as ever, whatever stands in the optimizer's place now."""
+        self._owner = None
+        optimizer = self._optimizer()
+        if optimizer is None or vars(optimizer).get("__getstate__") is not self:
+            return
+        if self._before is None:
+            del vars(optimizer)["__getstate__"]
+        else:
+            vars(optimizer)["__getstate__"] = self._before
 
 
 def refuse_uncalled(

@@ -12,6 +12,7 @@ from typing import Literal
 
 from lohan_fx.compiled.programs import Programs
 from lohan_fx.errors import StepError
+from lohan_fx.runtime.accumulation import Accumulation
 
 Part = Literal["model", "optimizer"]
 """What is loaded: the weights, or the optimizer's states."""
@@ -20,8 +21,9 @@ Part = Literal["model", "optimizer"]
 class Integrity:
     """Says whether a model may run, be read, or be saved."""
 
-    def __init__(self, programs: Programs) -> None:
+    def __init__(self, programs: Programs, accumulation: Accumulation) -> None:
         self._programs = programs
+        self._accumulation = accumulation
         self._loaded_in_part: set[Part] = set()
         self._mended: set[Part] = set()
         self._replaced = False
@@ -54,7 +56,8 @@ class Integrity:
                 f"steps: {', '.join(torn)} took the step, the others did not. Load a checkpoint "
                 "with lohan_fx.load(), or model.load_state_dict() and optimizer.load_state_dict(), "
                 "both, and go on; or call model.lohan.close(), load, and compile again. With "
-                "schedule='serial' nothing is updated before optimizer.step()"
+                "schedule='serial' or 'deferred' nothing is updated before optimizer.step(), so an "
+                "error or interrupt in backward (Ctrl-C) only loses the step"
             )
 
     def check_step(self) -> None:
@@ -70,12 +73,7 @@ class Integrity:
             return
         self.check_whole()
         if updater.pending:
-            raise StepError(
-                "backward ran, but optimizer.step() was not called since, or failed: gradients are "
-                "consumed as they appear, so every backward needs its step before the next "
-                "forward. Call optimizer.step(); to add up several backwards, compile with "
-                "accumulate= or gradients='kept'"
-            )
+            raise StepError(_missing_step(self._accumulation.limit))
 
     def check_ended(self) -> None:
         """Finish the last step; refuse if it is under way: states are half updated then, and what
@@ -141,3 +139,23 @@ class Integrity:
                 "have neither the values that they had nor those that were saved. Load another "
                 "with lohan_fx.load(), or model.load_state_dict() and optimizer.load_state_dict()"
             )
+
+
+def _missing_step(limit: int | None) -> str:
+    """What a forward says between a step's last backward and optimizer.step().
+
+    Args:
+        limit: backwards that make a step; None: the last is the one outside ``no_sync()``.
+    """
+    if limit is None:
+        ran = "a backward outside model.no_sync() ran, which is its step's last"
+        more = "; run the other backwards of a step inside model.no_sync()"
+    elif limit > 1:
+        ran, more = f"{limit} of {limit} backwards of accumulate={limit} have run", ""
+    else:
+        ran = "backward ran"
+        more = "; to add up several backwards, compile with accumulate= or gradients='kept'"
+    return (
+        f"{ran}, but optimizer.step() was not called since, or failed: call optimizer.step() "
+        f"before the next forward, as gradients are consumed when they appear{more}"
+    )

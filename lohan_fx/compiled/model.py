@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lohan_fx.compiled.arriving import Arriving
 from lohan_fx.compiled.building import Builder
 from lohan_fx.compiled.grad_mode import grad_mode_kept
-from lohan_fx.compiled.hooks import Call, SubmoduleCall
+from lohan_fx.compiled.hooks import Call, NoCopies, SubmoduleCall
 from lohan_fx.compiled.integrity import Integrity
 from lohan_fx.compiled.lookup import Lookup
 from lohan_fx.compiled.notices import Notices
@@ -72,7 +72,7 @@ class CompiledModel:
         self._notices = Notices()
         self._meter = Meter()
         self._training = training = training_of(model, optimizer, options, NumWaiting(programs))
-        self.integrity = Integrity(programs)
+        self.integrity = Integrity(programs, training.accumulation)
         self.builder = Builder(user, options, training, self.arriving, programs)
         self._lookup = Lookup(user, programs, self.builder, self._notices)
         self._replanner = Replanner(programs, self.builder, self._notices)
@@ -81,7 +81,7 @@ class CompiledModel:
         )
         self._step = OptimizerStep(programs, self.integrity, self._meter)
         self.optimizer_states: OptimizerStates | None = None
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle | NoCopies] = []
         if optimizer is not None:
             self.optimizer_states = OptimizerStates(
                 user, optimizer, training, self.arriving, programs, self.integrity
@@ -89,6 +89,7 @@ class CompiledModel:
             self._hooks = [
                 *_optimizer_hooks(optimizer, self._step, self.optimizer_states, self.integrity),
                 *_model_hooks(model, self.integrity, self.arriving),
+                NoCopies(optimizer, self.optimizer_states),
             ]
             _forget_meta_states(model, optimizer)
 
@@ -157,11 +158,13 @@ class CompiledModel:
     def metrics(self) -> dict[str, float | int]:
         """What the steps since the last call moved, took and wore, for a logger (W&B, TensorBoard).
 
-        Ints are bytes and counts, floats seconds and shares; `lohan_fx.metrics.KEYS` explains each
-        key. Reading takes microseconds and waits for nothing.
+        Ints are bytes and counts, floats seconds, shares and a norm; `lohan_fx.metrics.KEYS`
+        explains each key. Reading takes microseconds and waits for nothing.
         """
         peaks = [program.memory.peak_bytes for program in self.programs.values()]
-        return self._meter.read(self.memory, self.options.hw, self.options.device, peaks)
+        return self._meter.read(
+            self.memory, self.options.hw, self.options.device, peaks, self._training.clipping
+        )
 
     # -- running ----------------------------------------------------------------------------
 

@@ -92,11 +92,11 @@ def make_plan(
     planner = get(strategy)
     options = with_defaults(options, schedule=getattr(planner, "schedule", "optimized"))
     found = planner(workload, hw, budget, options)
+    name = strategy if isinstance(strategy, str) else getattr(planner, "__name__", "custom")
     if isinstance(found, Choices):
-        name = strategy if isinstance(strategy, str) else getattr(planner, "__name__", "custom")
         return finish(workload, hw, budget, options, found, name)
     if not isinstance(found, Plan):
         raise PlanError(
-            f"strategy {strategy!r} returned {type(found).__name__}: return a Plan or Choices"
+            f"strategy {name!r} returned {type(found).__name__}: return a Plan or Choices"
         )
     return found

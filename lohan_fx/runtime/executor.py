@@ -38,10 +38,12 @@ class Pending:
         """
         if not self.alive:
             raise StepError(
-                "this forward's saved tensors are gone: its backward ran already, or another "
-                "forward of the compiled model ran since. Call backward once, before the next "
-                "forward in training mode; or compile with forwards=n, if n forwards have to wait "
-                "for their backward (model.lohan.prepare(...) before, for inputs of other shapes)"
+                "this forward's saved tensors are gone: its backward ran already (a second "
+                "backward through one forward, with retain_graph=True, is not supported), or "
+                "another forward of the compiled model ran since. Call backward once, before the "
+                "next forward in training mode; or compile with forwards=n, if n forwards have to "
+                "wait for their backward (model.lohan.prepare(...) before, for inputs of other "
+                "shapes)"
             )
         saved, self.saved = self.saved, []
         self.alive = False
