@@ -397,7 +397,7 @@ def test_a_step_that_is_interrupted_is_ended_by_another(
         patch.setattr(Updater, "finish", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             run.step()
-    with pytest.raises(StepError, match=r"Call optimizer\.step\(\)"):
+    with pytest.raises(StepError, match=r"call optimizer\.step\(\)"):
         run.step()
     assert run.go_on() == "ended"
     run.good_step()
