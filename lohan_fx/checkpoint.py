@@ -131,6 +131,7 @@ def save(
     if compiled is not None:
         compiled.integrity.check_ended()
         compiled.integrity.check_whole()
+        compiled.take_over()  # masters are saved beside their parameters
     tensors: dict[str, Tensor] = {}
     description: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     description["step"] = step
@@ -475,7 +476,7 @@ def _is_alike(now: Any, value: Any) -> bool:
     if now is None or value is None:
         return True
     if isinstance(now, int | float | Tensor):
-        return _is_number(value) or isinstance(value, Tensor)
+        return isinstance(value, int | float | Tensor)
     kinds = (kind for kind in (str, list | tuple) if isinstance(now, kind))
     return all(isinstance(value, kind) for kind in kinds)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,39 @@ def test_parameters_may_be_the_copies(hw: HardwareProfile, tmp_path: Path) -> No
     assert any(key.endswith("fp32_master") for key in saved[0])
     assert saved[0].keys() == saved[1].keys()
     assert all(identical(tensor, saved[1][key]) for key, tensor in saved[0].items())
+
+
+@pytest.mark.parametrize("where", [ON_SSD, IN_HOST], ids=["ssd", "host"])
+def test_what_is_not_written_keeps_its_master(
+    where: dict[str, Any], hw: HardwareProfile, tmp_path: Path
+) -> None:
+    """A bias that is clamped does not round the weight beside it, which is more than its copy;
+    what is written through ``.data`` in the same unit counts."""
+    run = Trained(hw, brief=True, **where)
+    run.steps(0, 2)
+    run.model.lohan.sync()
+
+    def masters(name: str) -> dict[str, Tensor]:
+        lohan_fx.save(run.model, tmp_path / name, optimizer=run.optimizer)
+        saved = load_file(tmp_path / name / "optimizer.safetensors")
+        return {key: v for key, v in saved.items() if key.endswith("fp32_master")}
+
+    linear = run.plain.get_submodule("layers.0.linear")
+    found = [masters("trained")]
+    with torch.no_grad():
+        linear.bias.clamp_(-1e-3, 1e-3)
+    found.append(masters("clamped"))
+    with torch.no_grad():
+        linear.bias.clamp_(-1e-3, 1e-3)
+        linear.weight.data[0] = 0.5
+    found.append(masters("written"))
+    run.close()
+    first, second = (
+        {key.rpartition(".")[0] for key in a if not identical(a[key], b[key])}
+        for a, b in itertools.pairwise(found)
+    )
+    assert first == {"layers.0.linear.bias"}
+    assert second == {"layers.0.linear.weight"}
 
 
 @pytest.mark.usefixtures("trained")

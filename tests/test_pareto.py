@@ -499,6 +499,8 @@ def test_the_tier_that_lacks_least_is_named() -> None:
     assert "state ring" in dict(error.at_peak)
     enough = replace(limit, host_bytes=error.need_bytes)
     check(workload, Pareto().solve(workload, hw, enough)[0], enough)
+    with pytest.raises(InsufficientMemoryError, match="not enough device memory"):
+        Pareto().solve(workload, hw, limit, PlannerOptions(explain=False))  # nobody reads it
 
     with pytest.raises(InsufficientMemoryError) as caught:
         Pareto().solve(workload, hw, replace(limit, host_bytes=10_000))

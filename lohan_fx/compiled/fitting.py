@@ -113,7 +113,8 @@ def _plan_once(
         return make_plan(options.strategy, workload, hw, budget, planner)
     if not deferred:
         with suppress(InsufficientMemoryError):
-            plan = make_plan(options.strategy, workload, hw, budget, planner)
+            early = dataclasses.replace(planner, explain=False)
+            plan = make_plan(options.strategy, workload, hw, budget, early)
             if all(unit.tier != "ssd" for unit in plan.units.values()):
                 return plan
     late = dataclasses.replace(planner, schedule="deferred")

@@ -184,6 +184,14 @@ class CompiledModel:
             key = self._lookup.signature(named, args, kwargs)
             return self._lookup.program(args, kwargs, key)
 
+    def take_over(self) -> None:
+        """Take over what user code wrote into parameters, as forward does: masters have it then.
+
+        Raises:
+            StepError: as forward, about parameters.
+        """
+        take_over_parameters(self._programs, self._user.parameters())
+
     @torch.compiler.disable(reason=_COMPILED)  # type: ignore[untyped-decorator]
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with grad_mode_kept(), _outside_inference_mode():

@@ -236,7 +236,7 @@ class _Search:
         if self.best is None:
             self.lean_plan()
         if self.best is None:
-            raise self.error()
+            raise self.error() if self.options.explain else self.least_error()
         report = ParetoReport(
             step_s=self.best.seconds,
             bound_s=self.bound_s,

@@ -35,6 +35,7 @@ class PlannerOptions:
         fixed_copies: the units whose copies are in host memory, and no others (as `fixed_units`);
             takes precedence over `copies`.
         cost: which extensions of the cost model count.
+        explain: the error of a plan that fits nowhere says what would do, which takes more plans.
 
     Raises:
         PlanError: a value that is none of these.
@@ -47,6 +48,7 @@ class PlannerOptions:
     copies: Literal["auto", "states", "host"] = "auto"
     fixed_copies: Collection[str] | None = None
     cost: CostOptions = field(default_factory=CostOptions)
+    explain: bool = True
 
     def __post_init__(self) -> None:
         allowed = {

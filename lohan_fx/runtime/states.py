@@ -231,15 +231,15 @@ class ModelStates:
         Raises:
             StepError: something was written, and `behind`.
         """
-        written = [(s, moved) for s in self.units if (moved := s.is_moved()) or s.is_written()]
+        written = [(states, which) for states in self.units if (which := states.written())]
         if written and behind:
             raise StepError(
                 f"parameters of {written[0][0].unit.name} were written while updates of the last "
                 "step were running, and one of the two is lost: call model.lohan.sync() before "
                 "writing into parameters, or use schedule='serial' or 'optimized'"
             )
-        for states, moved in written:
-            states.take_over(moved=moved)
+        for states, which in written:
+            states.take_over(which)
         if any(states.on_ssd for states, _ in written):
             self.flush()
 

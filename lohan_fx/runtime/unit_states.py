@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -155,35 +156,38 @@ class UnitStates:
                     p.data = part.memory
         self.versions = [version_of(p) for p in self.parameters]
 
-    def is_written(self) -> bool:
-        """Whether user code wrote through a parameter since they were exposed."""
-        return [version_of(p) for p in self.parameters] != self.versions
+    def written(self) -> list[int]:
+        """The parameters that user code wrote to, or gave other memory, since they were exposed."""
+        return [
+            i
+            for i, p in enumerate(self.parameters)
+            if version_of(p) != self.versions[i] or self._is_moved(i)
+        ]
 
-    def is_moved(self) -> bool:
-        """Whether user code gave a parameter other memory."""
-        flat = self.visible
-        if flat is None:
+    def _is_moved(self, i: int) -> bool:
+        p, flat = self.parameters[i], self.visible
+        if flat is None or p.numel() == 0:
             return False
-        start, size, device = flat.data_ptr(), flat.element_size(), flat.device
-        return any(
-            p.numel() != 0 and (p.data_ptr() != start + s.offset * size or p.device != device)
-            for p, s in zip(self.parameters, self.layout.slices, strict=True)
-        )
+        address = flat.data_ptr() + self.layout.slices[i].offset * flat.element_size()
+        return bool(p.data_ptr() != address or p.device != flat.device)
 
-    def take_over(self, *, moved: bool) -> None:
+    def take_over(self, written: Collection[int]) -> None:
         """Copy what user code wrote into the flats that it did not write into itself.
 
-        Args:
-            moved: what it wrote is in none of them.
+        Other parameters keep their masters, which are more than their compute copies, unless they
+        were written where nobody counts (``.data``).
         """
         assert self.flats is not None
         with torch.no_grad():
             for flat in self.flats.weights:
-                if flat is self.visible and not moved:
-                    continue
-                views = views_of(flat, self.layout.slices)
-                for view, p in zip(views, self.parameters, strict=True):
-                    view.copy_(p.detach())
+                for i, view in enumerate(views_of(flat, self.layout.slices)):
+                    p = self.parameters[i].detach()
+                    if flat is self.visible:
+                        differs = self._is_moved(i)
+                    else:
+                        differs = i in written or not torch.equal(view.to(p), p)
+                    if differs:
+                        view.copy_(p)
         self.expose()
 
     def reachable(self, device: torch.device) -> Tensor:
@@ -211,7 +215,7 @@ class UnitStates:
         states (a state_dict() that is kept, an array, a view), which must go on showing them, and
         user code has written nothing into parameters since they were exposed."""
         assert self.flats is not None
-        return not self.flats.is_held() and not (self.is_moved() or self.is_written())
+        return not self.flats.is_held() and not self.written()
 
     def flip(self) -> None:
         """Go on with the second flats, and let the parameters be views of them."""

@@ -496,6 +496,7 @@ class Updater:
         if error is not None:
             self._take_back()
             self._tear()
+            error.add_note("the gradients of this step are gone: run all of its backwards again")
             raise error
         self._jobs.clear()
         self._pipeline.writes.clear()
