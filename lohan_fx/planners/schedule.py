@@ -158,10 +158,6 @@ def settle(
     return settled
 
 
-def _first_backward_op(workload: Workload) -> str:
-    return workload.ops[workload.num_forward_ops].name
-
-
 def _residual_plans(
     workload: Workload,
     actions: Mapping[str, Action],
