@@ -364,9 +364,9 @@ class Calls:
             )
         self._waiting.remove(entry)
         engine = self._current = entry[1]
-        engine.lanes.bind_thread()
         try:
-            results = run(arguments)
+            with engine.lanes.computing():
+                results = run(arguments)
         except BaseException:
             self._reset(engine)
             raise

@@ -199,7 +199,7 @@ class Training:
         """Step `number` (from 1), of `count` micro-batches; `between` is called after the first.
         Returns their losses."""
         losses = []
-        for ids in micro_batches(self.case, number, count):
+        for ids in list(micro_batches(self.case, number, count)):  # there before the step begins
             loss = self.model(ids)
             (loss / count).backward()
             losses.append(loss.detach())

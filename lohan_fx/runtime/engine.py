@@ -232,7 +232,7 @@ class Engine:
 
     def release(self, slot: int) -> None:
         began = self._pause()
-        self._loans[self.place, slot].copied.wait()
+        self._loans[self.place, slot].copied.wait(self.lanes.stream)
         self._resume(began, self.lanes.label("release", self.slots[slot].name))
 
     def prefetch(self, slot: int) -> Tensor:
@@ -259,7 +259,7 @@ class Engine:
         loaded = self._loans.pop((self.place, slot)).loaded
         assert loaded is not None
         began = self._pause()
-        loaded.wait()
+        loaded.wait(self.lanes.stream)
         self._resume(began, self.lanes.label("wait", self.slots[slot].name))
 
     def fetch_unit(self, unit: int, window: int) -> Tensor:
@@ -291,7 +291,7 @@ class Engine:
     def wait_unit(self, flat: Tensor, unit: int, window: int) -> list[Tensor]:
         states = self.states.units[unit]
         began = self._pause()
-        self._fetches.pop((self.place, unit)).wait()
+        self._fetches.pop((self.place, unit)).wait(self.lanes.stream)
         self._resume(began, self.lanes.label("wait_unit", window_storage(states.unit.name, window)))
         return views_of(flat, states.layout.slices)
 

@@ -175,8 +175,8 @@ class Executor:
         return found
 
     def _run(self, half: fx.GraphModule, arguments: list[Any]) -> Any:
-        self.engine.lanes.bind_thread()
-        return half(arguments) if self.timer is None else self.timer.run(half, arguments)
+        with self.engine.lanes.computing():
+            return half(arguments) if self.timer is None else self.timer.run(half, arguments)
 
     def drop(self, pending: Pending) -> None:
         """Forget a forward whose backward never came."""

@@ -67,7 +67,7 @@ class GradientOffload:
 
     def release(self, index: int) -> None:
         """Compute waits until the unit's gradients have left the device."""
-        self._arrivals.pop(index).wait()
+        self._arrivals.pop(index).wait(self._lanes.stream)
 
     def write(
         self,

@@ -72,13 +72,17 @@ class Ticket:
         """Why the transfer failed, if it has ended and failed."""
         return self._error
 
-    def wait(self) -> None:
-        """Make the compute stream (on a CPU device: the caller) wait for the transfer."""
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Make the compute stream (on a CPU device: the caller) wait for the transfer.
+
+        Args:
+            stream: the current one, if the caller knows it: to look it up takes longer than this.
+        """
         self._signal.wait()
         if self._error is not None:
             raise self._error
         if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+            self.event.wait(stream)
 
     def synchronize(self) -> None:
         """Wait on the host until the bytes have arrived."""
@@ -393,6 +397,7 @@ class Lanes:
         exposed_s: seconds that compute has waited for transfers (on a CPU device).
         wait_s, update_s: seconds that steps' ends have waited for updates, and of updates in host
             memory (`Updater` counts them here, as it may be replaced).
+        stream: the one that compute runs on, while a half runs (`computing`).
     """
 
     def __init__(self, device: torch.device, staging: BufferRing | None = None) -> None:
@@ -402,6 +407,7 @@ class Lanes:
         self.closed = False
         self.exposed_s = self.wait_s = self.update_s = 0.0
         self.recorder: Recorder | None = None
+        self.stream: torch.cuda.Stream | None = None
         self._count_lock = threading.Lock()
         self._cuda = device.type == "cuda"
         self.d2h = Lane("d2h", torch.cuda.Stream(device) if self._cuda else None)
@@ -425,19 +431,49 @@ class Lanes:
         if not self._cuda:
             return None
         event = torch.cuda.Event()
-        event.record()
+        event.record(self.stream)
         return event
 
-    def bind_thread(self) -> None:
-        """Make the device's context current on the calling thread, which is to run compute.
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """What the calling thread runs inside is compute, on its current stream, which stays.
 
-        torch's autograd runs backward on a thread of its own, which has none until its first call
-        that needs one (for device 0 torch does not set the device, as it is the default). If that
-        is a matrix product, as where backward begins with recomputing, cuBLAS finds no context,
-        and torch warns. A query of the stream is the cheapest such call.
+        torch looks up the current stream in Python, at every event and at each of the two changes
+        of stream around a copy; with hundreds of transfers, the device waits for that.
+
+        A context of the device is made current, too. torch's autograd runs backward on a thread of
+        its own, which has none until its first call that needs one (for device 0 torch does not set
+        the device, as it is the default). If that is a matrix product, as where backward begins
+        with recomputing, cuBLAS finds no context, and torch warns. A query of the stream is the
+        cheapest such call.
         """
-        if self._cuda:
-            torch.cuda.current_stream(self.device).query()
+        if not self._cuda:
+            yield
+            return
+        stream = torch.cuda.current_stream(self.device)
+        stream.query()
+        if torch.cuda.current_device() == stream.device_index:  # else changes of stream change that
+            self.stream = stream
+        try:
+            yield
+        finally:
+            if self.stream is not None:
+                self.stream = None
+                torch.cuda.set_stream(stream)  # an interrupt may have struck in `_on`
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """As `torch.cuda.stream`."""
+        compute = self.stream
+        if compute is None:
+            with torch.cuda.stream(stream):
+                yield
+            return
+        torch.cuda.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(compute)
 
     # -- host tier ---------------------------------------------------------------------------
 
@@ -483,7 +519,7 @@ class Lanes:
             if after is not None:
                 after.synchronize()  # raises if it failed
             ticket = Ticket()
-            with torch.cuda.stream(stream):  # asynchronous already: no thread need queue it
+            with self._on(stream):  # asynchronous already: no thread need queue it
                 copy()
                 event = torch.cuda.Event()
                 event.record(stream)
