@@ -30,7 +30,8 @@ What equality needs, beyond lohan_fx: the same kernels, in the same order, witho
 
 What determinism costs is the time of a step of *whole* beside that of the same options in *costs*.
 
-**costs.** One process, without deterministic algorithms; medians of four steps after two. Columns:
+**costs.** One process, without deterministic algorithms, with plans that the first steps refine (as
+by default on CUDA); medians of four steps after six. Columns:
 
 - *step*, *micro-batch*: seconds of a step, and the same over its number of micro-batches.
 - *predicted*: the plan's, of the last micro-batch with the updates (of a step, if it has one).
@@ -189,8 +190,7 @@ class Training:
             hw=hw,
             optimizer=self.optimizer,
             dtype="bf16",
-            refine=False,
-            **{"strategy": "lohan-resident", **options},
+            **{"strategy": "lohan-resident", "refine": False, **options},
         )
 
     def step(
@@ -364,6 +364,7 @@ def costs_child(job: dict[str, Any]) -> None:
         with torch.device("meta"):
             model = build(case)
         options = {"memory": {"device": case.device}, "weights": weights, **variant.options}
+        options["refine"] = CUDA
         training = Training(model, case, hw, **options)
         del model
         seconds = timed(lambda n, t=training, c=variant.count: t.step(n, c), job)
@@ -413,7 +414,7 @@ def timed(step: Callable[[int], list[Tensor]], job: dict[str, Any]) -> list[floa
 def report(name: str, training: Training, seconds: list[float], count: int) -> None:
     """Say a row, and close the model."""
     step_s = statistics.median(seconds)
-    plan = training.model.plan
+    plan, refined = training.model.plan, training.model.lohan.refined
     say(
         "row",
         name=name,
@@ -425,6 +426,7 @@ def report(name: str, training: Training, seconds: list[float], count: int) -> N
         prediction=asdict(plan.prediction),
         plan=str(plan).splitlines(),
         setup_s=training.model.lohan.setup_s,
+        refined=None if refined is None else refined.text(),
         device_peak=torch.cuda.max_memory_allocated() if CUDA else None,
         rss=rss_peak_bytes(),
     )
@@ -686,7 +688,7 @@ def main() -> None:
         root = Path(directory)
         job: dict[str, Any] = {"case": asdict(TINY if options.tiny else FULL)}
         job |= {"once": options.once, "rows": options.rows}
-        job |= {"hw": str(root / "hw.json"), "warmups": 2, "repeats": 2 if options.tiny else 4}
+        job |= {"hw": str(root / "hw.json"), "warmups": 6, "repeats": 2 if options.tiny else 4}
         (profiled,) = run("profile", job)
         print(*profiled.pop("lines"), sep="\n", flush=True)
         result: dict[str, Any] = {**profiled, "commit": commit(), "case": job["case"]}
