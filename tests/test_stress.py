@@ -142,10 +142,15 @@ def check(
     )
     assert isinstance(model, LohanModule)
     found = list(train(name, model, inputs, optimizer, num_steps))
+    moved = model.plan.prediction.d2h_bytes + model.plan.prediction.h2d_bytes
     model.lohan.close()
     assert all(map(identical, found, wanted))
     assert all(map(identical, model.parameters(), plain.parameters()))
-    assert {"MainThread", "lohan_fx-d2h", "lohan_fx-h2d"} <= delays.threads
+    assert "MainThread" in delays.threads
+    if moved:
+        assert {"lohan_fx-d2h", "lohan_fx-h2d"} <= delays.threads
+    else:  # all of a small model's activations are made again
+        assert states == "device"
     if states != "device" and schedule != "serial":
         assert "lohan_fx-optimizer" in delays.threads
     if states == "ssd":
