@@ -2,13 +2,18 @@
 
 The lanes then take the paths that they take on CUDA, with streams and events that only leave notes
 for `tests.stream_races`. Memory of the device is all memory but that of slabs and file mappings.
+
+Slabs can be watched as well (`host=True`): what torch's kernels do there on a thread of the host is
+noted as if the thread were a stream that it waits for at once, and tickets, jobs and buffers of
+rings carry what a thread knows to the next. That holds for the host tier only: nobody sees what
+threads of SSD transfers do, and ops that read units where they lie look like the host's.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -16,8 +21,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lohan_fx.runtime.arena import Arena
-from lohan_fx.runtime.lanes import Lanes
+from lohan_fx.runtime.arena import Arena, BufferRing
+from lohan_fx.runtime.lanes import Lane, Lanes, Ticket
 from lohan_fx.runtime.ssd import StripedFile
 from tests.stream_races import StreamRaces
 
@@ -126,25 +131,114 @@ class SimulatedStreams:
 
 
 class SimulatedRaces(StreamRaces):
-    """`StreamRaces` of simulated streams."""
+    """`StreamRaces` of simulated streams; with `host`, also of threads in slabs."""
 
-    def __init__(self, streams: SimulatedStreams) -> None:
+    def __init__(self, streams: SimulatedStreams, *, host: bool = False) -> None:
         super().__init__()
         self._streams = streams
+        self._watches_host = host
 
     def connect(self, stack: ExitStack) -> None:
-        self._streams.races = self
-        stack.callback(setattr, self._streams, "races", None)
         self.order("device")
+        stack.enter_context(self.listening())
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Go on with notes, but for ops: torch may trace meanwhile."""
+        with ExitStack() as stack:
+            self._streams.races = self
+            stack.callback(setattr, self._streams, "races", None)
+            if self._watches_host:
+                self._hand_over(stack)
+                stack.enter_context(self._closed_slabs())
+            yield
+
+    @contextmanager
+    def _closed_slabs(self) -> Iterator[None]:
+        """A slab that is unpinned counts as written by the thread that does it."""
+        close = Arena.close
+
+        def closed(arena: Arena) -> None:
+            slab = arena._slab
+            if slab is not None:
+                thread = -1 - self.host
+                self.launch_on(thread, "unpin", (), (slab,))
+                self.order("stream", stream=thread)
+            close(arena)
+
+        with mock.patch.object(Arena, "close", closed):
+            yield
 
     def stream(self) -> int:
         return int(self._streams.current().cuda_stream)
 
     def tracked(self, tensor: Tensor) -> bool:
-        if self._streams.on_host or tensor.device.type != "cpu":
+        if tensor.device.type != "cpu":
             return False
+        if self._is_host(tensor):
+            return self._watches_host
+        return not self._streams.on_host
+
+    def _is_host(self, tensor: Tensor) -> bool:
         try:
             address = tensor.data_ptr()
-        except RuntimeError:
+        except RuntimeError:  # a subclass without storage
             return False
-        return not any(start <= address < stop for start, stop in self._streams.host)
+        return any(start <= address < stop for start, stop in self._streams.host)
+
+    def launch(self, op: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        read, written = ([t for t in side if self._is_host(t)] for side in (reads, writes))
+        if self.stream() or not (read or written):  # copies of a lane, or compute
+            super().launch(op, reads, writes)
+            return
+        thread = -1 - self.host
+        self.launch_on(thread, op, read, written)
+        self.order("stream", stream=thread)
+
+    def _hand_over(self, stack: ExitStack) -> None:
+        """Let what is handed from thread to thread carry what the one knows."""
+
+        def tell(thing: object, part: int = 0) -> None:
+            self.order("tell", event=-4 * id(thing) - part)
+
+        def hear(thing: object, part: int = 0) -> None:
+            self.order("event", event=-4 * id(thing) - part)
+
+        def before(owner: type, name: str) -> None:
+            original = getattr(owner, name)
+
+            def told(thing: Any, *args: Any) -> Any:
+                tell(thing)
+                return original(thing, *args)
+
+            stack.enter_context(mock.patch.object(owner, name, told))
+
+        def after(owner: type, name: str) -> None:
+            original = getattr(owner, name)
+
+            def heard(thing: Any) -> Any:
+                result = original(thing)
+                hear(thing)
+                return result
+
+            stack.enter_context(mock.patch.object(owner, name, heard))
+
+        for name in ("finish", "fail"):
+            before(Ticket, name)
+        for name in ("wait", "synchronize", "settle"):
+            after(Ticket, name)
+        before(BufferRing, "release")
+        for name in ("acquire", "try_acquire"):
+            after(BufferRing, name)
+        submit = Lane._submit
+
+        def submitted(lane: Lane, job: Any, also: Sequence[Ticket] = ()) -> Ticket:
+            tell(job.ticket, 1)
+
+            def run() -> None:
+                hear(job.ticket, 1)
+                job.run()
+
+            return submit(lane, job._replace(run=run), also)
+
+        stack.enter_context(mock.patch.object(Lane, "_submit", submitted))

@@ -73,12 +73,16 @@ class Launch:
     stack: tuple[str, ...] = ()
 
 
+Kind = Literal["made", "record", "wait", "event", "stream", "device", "tell"]
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """Something that orders streams: an event is "made", "record"-ed on a stream, or a stream
-    "wait"-s for it; a host thread waits for an "event", a "stream", or the "device"."""
+    "wait"-s for it; a host thread waits for an "event", a "stream", or the "device". It may also
+    "tell" what it has waited for: to threads that then wait for the "event" that stands for it."""
 
-    kind: Literal["made", "record", "wait", "event", "stream", "device"]
+    kind: Kind
     host: int = 0
     stream: int = 0
     event: int = 0
@@ -155,6 +159,9 @@ class _Clocks:
                 made.learn(self._issued(stream, order.host))
             case "wait":
                 self._issued(stream, order.host).learn(self._events[event])
+            case "tell":
+                self._events[event] = told = _Clock()
+                told.learn(self._hosts[order.host])
             case "event":
                 self._hosts[order.host].learn(self._events[event])
             case "stream":
@@ -338,6 +345,9 @@ def accesses(
 # -- watching ------------------------------------------------------------------------------------
 
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
 class _Mode(TorchDispatchMode):
     def __init__(self, races: StreamRaces) -> None:
         super().__init__()
@@ -350,6 +360,9 @@ class _Mode(TorchDispatchMode):
         if func.namespace == "lohan":  # Python, whose own ops would not be seen
             with self._races.watching(self):
                 return getattr(ops, "_" + func._schema.name.partition("::")[2])(*args, **kwargs)
+        if func.has_kernel_for_dispatch_key(_COMPOSITE):  # below autograd these come whole
+            with self._races.watching(self):
+                return func.decompose(*args, **kwargs)
         return self._races.run(func, args, kwargs)
 
 
@@ -408,7 +421,7 @@ class StreamRaces:
 
     def order(
         self,
-        kind: Literal["made", "record", "wait", "event", "stream", "device"],
+        kind: Kind,
         *,
         stream: int = 0,
         event: int = 0,
@@ -416,15 +429,21 @@ class StreamRaces:
         self.notes.append(Order(kind, self.host, stream, event))
 
     def launch(self, op: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        self.launch_on(self.stream(), op, reads, writes)
+
+    def launch_on(
+        self, stream: int, op: str, reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> None:
         read = tuple(r for t in reads for r in runs(t))
         written = tuple(r for t in writes for r in runs(t))
         if read or written:
-            self.notes.append(Launch(op, self.stream(), self.host, read, written, _frames()))
+            self.notes.append(Launch(op, stream, self.host, read, written, _frames()))
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op, and note it."""
-        reads, writes, makes = accesses(func._schema, args, kwargs, self.tracked)
-        self.launch(str(func), reads, writes)
+        with torch._C.DisableTorchFunctionSubclass():  # lent gradients wait when they are asked
+            reads, writes, makes = accesses(func._schema, args, kwargs, self.tracked)
+            self.launch(str(func), reads, writes)
         result = func(*args, **kwargs)
         if makes:
             given = {_storage(t) for t in (*reads, *writes)}
@@ -505,9 +524,14 @@ def _returned(result: Any) -> tuple[Any, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-_FOREIGN = (__file__, str(Path(torch.__file__).parent), str(Path(threading.__file__).parent))
-"""Where files lie whose frames say nothing: this one, torch's, the standard library's. (What is
-installed lies there, too.)"""
+_FOREIGN = (
+    __file__,
+    str(Path(__file__).with_name("simulated_streams.py")),
+    str(Path(torch.__file__).parent),
+    str(Path(threading.__file__).parent),
+)
+"""Where files lie whose frames say nothing: the checker's, torch's and the standard library's,
+beside which lies what is installed."""
 
 
 @functools.cache
