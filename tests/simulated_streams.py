@@ -55,9 +55,10 @@ class SimulatedStreams:
 
         class Stream:
             cuda_stream = number
+            device_index = 0
 
             def wait_event(self, event: Any) -> None:
-                note("wait", stream=number, event=event.number)
+                event.wait(self)
 
             def synchronize(self) -> None:
                 note("stream", stream=number)
@@ -78,6 +79,10 @@ class SimulatedStreams:
                 at = (stream or streams.current()).cuda_stream
                 streams.note("record", stream=at, event=self.number)
 
+            def wait(self, stream: Any = None) -> None:
+                at = (stream or streams.current()).cuda_stream
+                streams.note("wait", stream=at, event=self.number)
+
             def synchronize(self) -> None:
                 streams.note("event", event=self.number)
 
@@ -89,14 +94,17 @@ class SimulatedStreams:
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
         before = self.current()
-        self._local.stream = stream
+        self._set(stream)
         try:
             yield
         finally:
-            if before is self._compute:
-                del self._local.stream
-            else:
-                self._local.stream = before
+            self._set(before)
+
+    def _set(self, stream: Any) -> None:
+        if stream is not self._compute:
+            self._local.stream = stream
+        elif hasattr(self._local, "stream"):
+            del self._local.stream
 
     @contextmanager
     def __call__(self) -> Iterator[SimulatedStreams]:
@@ -124,7 +132,9 @@ class SimulatedStreams:
                 (StripedFile, "map", noted_map),
                 (torch.cuda, "Event", self._event_class()),
                 (torch.cuda, "stream", self._on),
+                (torch.cuda, "set_stream", self._set),
                 (torch.cuda, "current_stream", self.current),
+                (torch.cuda, "current_device", lambda: 0),
             ):
                 stack.enter_context(mock.patch.object(owner, name, value))
             yield self
@@ -216,8 +226,8 @@ class SimulatedRaces(StreamRaces):
         def after(owner: type, name: str) -> None:
             original = getattr(owner, name)
 
-            def heard(thing: Any) -> Any:
-                result = original(thing)
+            def heard(thing: Any, *args: Any) -> Any:
+                result = original(thing, *args)
                 hear(thing)
                 return result
 

@@ -59,9 +59,6 @@ def test_the_checker_sees_streams() -> None:
         assert bool(watched.races()) != ordered
 
 
-@pytest.mark.xfail(
-    reason="nothing waits for the copies of a forward without backward", strict=False
-)
 def test_weights_are_written_after_an_evaluation_has_read_them(tmp_path: Path) -> None:
     """Without the checker, by what comes out: the last layers are still to be fetched when forward
     returns, and the user may write into their weights then, as with a model of plain PyTorch."""

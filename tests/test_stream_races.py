@@ -434,7 +434,6 @@ def test_updates_wait_for_gradients(
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.xfail(reason="nothing waits for the copies of a forward without backward")
 def test_weights_are_written_after_an_evaluation_has_read_them(
     dtype: torch.dtype | None, simulated: SimulatedStreams, tmp_path: Path
 ) -> None:
@@ -464,7 +463,6 @@ def test_weights_are_written_after_an_evaluation_has_read_them(
 
 
 @pytest.mark.parametrize("end", ["another shape", "deletion"])
-@pytest.mark.xfail(reason="slabs are unpinned without a wait for the copies on the lanes' streams")
 def test_slabs_are_unpinned_after_their_copies(end: str, tmp_path: Path) -> None:
     """`Arena.close` wants that. Nothing on the host waits for a step's residuals where no gradient
     leaves the device: not before a program that needs more of them, nor when the model goes."""

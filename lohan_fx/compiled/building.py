@@ -113,8 +113,8 @@ class Builder:
             or not allocation.has_slots(memory, workload, plan)
         ):
             programs.drop_pending()
-        else:
-            memory.lanes.drain()  # buffers may move
+        if memory is not None:
+            memory.lanes.drain()  # buffers may move, and nobody may have waited for copies of them
         if memory is None:
             with self.stage("allocate"):
                 programs.memory = allocation.allocate(

@@ -117,7 +117,9 @@ class Executor:
                     target = self.buffers(role.target) if role.target else inputs[role.index]
                     with torch.no_grad():
                         target.copy_(value)
-            if self.halves.backward is not None:
+            if self.halves.backward is None:
+                self.engine.lanes.drain()  # from here on user code may write into weights
+            else:
                 saved = list(results[split:])
                 self.waiting.append(
                     Pending(saved=saved, inputs=list(inputs), place=place, number=number)

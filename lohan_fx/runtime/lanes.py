@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Literal, NamedTuple
@@ -234,6 +234,9 @@ class Lane:
         if self._thread is not threading.current_thread() and os.getpid() == self._pid:
             self._over.wait()  # Thread.join, interrupted, takes the thread for ended
             self._thread.join()
+            if self.stream is not None:  # copies that no thread queued, from memory that now goes
+                with suppress(RuntimeError):  # the device failed: whoever uses it gets the error
+                    self.stream.synchronize()
 
     # -- on the thread ----------------------------------------------------------------------
 
