@@ -69,6 +69,7 @@ class InsufficientMemoryError(LohanError):
         have_bytes: the budget of that tier.
         at_peak: (name, bytes) of what is resident at the peak, largest first.
         where: the op or the reason at which the peak stands.
+        advice: what to do about it.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class InsufficientMemoryError(LohanError):
         self.have_bytes = have_bytes
         self.where = where
         self.at_peak = tuple(at_peak)
+        self.advice = advice
         lines = [
             f"not enough {tier} memory: need {format_bytes(need_bytes)}, "
             f"have {format_bytes(have_bytes)} (peak at {where})"
@@ -96,3 +98,20 @@ class InsufficientMemoryError(LohanError):
         if advice:
             lines.append(advice)
         super().__init__("\n".join(lines))
+
+    def anew(self) -> InsufficientMemoryError:
+        """An equal error without the frames that this one passed: to keep it, and to raise one
+        that is kept.
+
+        An error holds its frames, and they all their callers' with what is in their variables:
+        tensors, programs. If one of these frames, or what it works on, keeps the error, then all
+        of that lives on until garbage is collected, which device memory cannot wait for.
+        """
+        return InsufficientMemoryError(
+            self.tier,
+            self.need_bytes,
+            self.have_bytes,
+            where=self.where,
+            at_peak=self.at_peak,
+            advice=self.advice,
+        )

@@ -164,7 +164,7 @@ class _Request:
             try:
                 plans[batch] = self.trial(tracer, batch)
             except InsufficientMemoryError as error:
-                errors[batch] = error
+                errors[batch] = error.anew()
             reason = _why_not(errors[batch]) if batch in errors else ""
             trials[batch] = Trial(label=f"batch {batch}", fits=batch in plans, reason=reason)
             return batch in plans
@@ -173,14 +173,14 @@ class _Request:
         while high <= MAX_BATCH and fits(high):
             low, high = high, 4 * high
         if low == 0 and high == 1:
-            raise errors[1]
+            raise errors[1].anew()
         for k in itertools.count():
             if high - low <= 1 or high > MAX_BATCH:
                 break
             middle = next_batch(low, high, errors[high], halve=k % 3 == 2)
             low, high = (middle, high) if fits(middle) else (low, middle)
         if low == 0:
-            raise errors[1]
+            raise errors[1].anew()
         limit = f"nothing up to batch {low}; larger ones were not tried"
         if high in errors:
             limit = f"batch {high}: {_why_not(errors[high])}"
@@ -210,12 +210,12 @@ class _Request:
                 best = self.trial(tracer, batch)
                 low = middle
             except InsufficientMemoryError as error:
-                errors[middle] = error
+                errors[middle] = error.anew()
                 high = middle
             reason = _why_not(errors[middle]) if middle in errors else ""
             trials[middle] = Trial(label=ladder[middle].name, fits=low == middle, reason=reason)
         if best is None:
-            raise errors[0]
+            raise errors[0].anew()
         limit = f"nothing: {ladder[-1].name} is the largest of its family"
         if high in errors:
             limit = f"{ladder[high].name}: {_why_not(errors[high])}"

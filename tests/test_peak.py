@@ -8,8 +8,9 @@ first two steps. (The optimizer's lane has a thread of its own; what it takes is
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,15 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import lohan_fx
+import lohan_fx.compiled.replanning
 from lohan_fx.api import LohanModule
-from lohan_fx.plan import WHOLE
+from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.plan import WHOLE, Plan, Tier
+from lohan_fx.planners import PlannerOptions, make_plan
+from lohan_fx.program import Residency
+from lohan_fx.refinement import RECORDED_STEPS
+from lohan_fx.runtime.updates import Updater
+from lohan_fx.workload import Workload
 from tests.models import BasicBlock
 from tests.training import Squeezed, cpu_hardware, remember_captures, training_of
 
@@ -262,3 +270,72 @@ def test_timing_ops_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         timed = measure(forward_and_backward)
     assert timed.peak_bytes <= usual.peak_bytes * (1 + TOLERANCE)
     made.lohan.close()
+
+
+@pytest.mark.parametrize("first_on_device", [True, False])
+def test_a_plan_that_replaces_another_has_its_peak_from_its_first_step(
+    first_on_device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units move in both directions. User code keeps all losses, and with them the graphs of steps
+    of the old program; nobody collects garbage."""
+
+    def seconds(_: Workload, plan: Plan, __: HardwareProfile) -> float:
+        return {"recompute-all": 2.0, "keep-all": 1.0}[plan.strategy]
+
+    monkeypatch.setattr(lohan_fx.compiled.replanning, "step_seconds", seconds)
+    made_plans: list[str] = []
+
+    def strategy(
+        workload: Workload, hw: HardwareProfile, budget: MemoryBudget, options: PlannerOptions
+    ) -> Plan:
+        name = "keep-all" if made_plans else "recompute-all"
+        on_device = first_on_device != bool(made_plans)
+        made_plans.append(name)
+        half = len(workload.units) // 2
+        fixed: dict[str, Tier] = {
+            unit.name: "device" if (i < half) == on_device else "host"
+            for i, unit in enumerate(workload.units)
+        }
+        return make_plan(name, workload, hw, budget, replace(options, fixed_units=fixed))
+
+    torch.manual_seed(0)
+    model, inputs = MODELS["wide"]()
+    training = training_of("adamw", model)
+    made = lohan_fx.compile(
+        model,
+        hw=cpu_hardware(tmp_path),
+        optimizer=training.optimizer,
+        strategy=strategy,
+        schedule="overlapped",
+        refine=True,
+    )
+    assert isinstance(made, LohanModule)
+    losses: list[Tensor] = []
+    before: list[Residency] = []
+    updaters: list[weakref.ref[Updater]] = []
+
+    def steps() -> None:
+        made.lohan.prepare(**inputs)
+        assert made.lohan.memory is not None
+        assert made.lohan.memory.updater is not None
+        before.append(made.lohan.program().memory)
+        updaters.append(weakref.ref(made.lohan.memory.updater))
+        for _ in range(RECORDED_STEPS[-1] + 1):
+            losses.append(loss_of(made(**inputs)))
+            losses[-1].backward()
+            training.step()
+
+    gc.collect()
+    gc.disable()
+    try:
+        measured = measure(steps)  # all of them: blocks from before are not seen to go
+        assert updaters[0]() is None  # with its buffers in host memory
+    finally:
+        gc.enable()
+        refined, after = made.lohan.refined, made.lohan.program().memory
+        made.lohan.close()
+    assert refined is not None
+    assert len(refined.moved) == 4
+    peak_bytes = max(before[0].peak_bytes, after.peak_bytes)
+    assert measured.peak_bytes == pytest.approx(peak_bytes, rel=TOLERANCE)
+    assert measured.left_bytes == pytest.approx(after.static_bytes, rel=TOLERANCE)

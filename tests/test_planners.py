@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import itertools
 import math
 import subprocess
 import sys
+import weakref
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lohan_fx.errors import InsufficientMemoryError, PlanError
+from lohan_fx.errors import InsufficientMemoryError, LohanError, PlanError
 from lohan_fx.footprint import align, host_breakdown, host_bytes_needed, ssd_bytes_needed
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import SCHEDULES, Action, Plan
@@ -536,6 +539,31 @@ def test_lohan_puts_units_on_the_device_if_nothing_else_has_room() -> None:
     assert {unit.tier for unit in plan.units.values()} == {"device"}
     assert "too little host memory" in plan.notes[0]
     check(workload, plan, limit)
+
+
+class _Held:
+    """Stands for the tensors in a caller's variables."""
+
+
+def _plan_beside(strategy: str, limit: MemoryBudget) -> weakref.ref[_Held]:
+    held = _Held()
+    with suppress(LohanError):
+        make_plan(strategy, gpt_workload(), HW, limit)
+    return weakref.ref(held)
+
+
+@pytest.mark.parametrize("strategy", [n for n in names() if "checkmate" not in n])
+def test_planning_holds_nothing_of_its_callers(strategy: str) -> None:
+    """An error that its own frame keeps would hold all callers' frames, and with them tensors on
+    the device, until garbage is collected. (PuLP keeps one, once a process.)"""
+    gc.collect()
+    gc.disable()
+    try:
+        for device_bytes in (700_000, 300_000, 70_000):
+            held = _plan_beside(strategy, budget(device=device_bytes))
+            assert held() is None, device_bytes
+    finally:
+        gc.enable()
 
 
 def test_planners_do_not_import_torch() -> None:

@@ -165,11 +165,12 @@ def connect(
         old.close()
 
 
-def move_units(memory: Memory, plan: Plan) -> tuple[tuple[str, ...], Exception | None]:
+def move_units(memory: Memory, plan: Plan) -> tuple[tuple[str, ...], str]:
     """Move units to the tiers of a plan, between device and host.
 
     Returns:
-        the names of those that moved; why the others did not, if there was no room.
+        the names of those that moved; why the others did not, if there was no room ("": all
+            have). An error would hold this frame, and what moved with it.
     """
     tiers = footprint.tiers_of(plan)
     moving = [s for s in memory.states.units if tiers[s.unit.name] != s.tier]
@@ -186,8 +187,8 @@ def move_units(memory: Memory, plan: Plan) -> tuple[tuple[str, ...], Exception |
             memory.states.move(states, arena)
             moved.append(states.unit.name)
     except (InsufficientMemoryError, torch.OutOfMemoryError) as error:
-        return tuple(moved), error
+        return tuple(moved), str(error)
     finally:
         if moved:
             memory.buffers = {}  # gradients of other units have buffers now
-    return tuple(moved), None
+    return tuple(moved), ""

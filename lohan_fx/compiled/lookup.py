@@ -57,7 +57,7 @@ class Lookup:
         if found is None:
             if len(kept) >= MAX_PROGRAMS:
                 _, old = kept.popitem(last=False)
-                old.executor.drop_pending()
+                old.executor.retire()
             last = next((k for k in reversed(kept) if k.grad == key.grad), None)
             if last is not None:
                 self._notices.say(

@@ -71,7 +71,8 @@ class Programs:
 
     def forget(self) -> None:
         """Forget all programs, which were made for the tiers that units are in now."""
-        self.drop_pending()
+        for program in self.by_signature.values():
+            program.executor.retire()
         self.by_signature.clear()
         self.num_evaluations = 0
 

@@ -101,17 +101,17 @@ class Replanner:
         key = next(k for k, p in programs.by_signature.items() if p is program)
         programs.forget()
         captured, workload = program.executor.captured, program.workload
-        moved, error = move_units(programs.memory, plan)
-        if error is not None:
-            self._say_no_room(error)
+        moved, refusal = move_units(programs.memory, plan)
+        if refusal:
+            self._say_no_room(refusal)
         try:
-            found = plan if error is None else builder.plan_for(workload)
+            found = builder.plan_for(workload) if refusal else plan
             program = builder.build(captured, workload, found)
         except InsufficientMemoryError as refused:  # of buffers: the old ones are held still
-            self._say_no_room(refused)
+            self._say_no_room(str(refused))
             program = builder.build(captured, workload, builder.plan_for(workload))
         programs.by_signature[key] = programs.latest = program
         return program, moved
 
-    def _say_no_room(self, error: Exception) -> None:
-        self._notices.say("move", f"no room to change the plan: {error}")
+    def _say_no_room(self, why: str) -> None:
+        self._notices.say("move", f"no room to change the plan: {why}")

@@ -115,7 +115,7 @@ class _Run:
         drafts, errors = self.fitting(actions, stages)
         if not drafts:
             device = [e for e in errors if e.tier == "device"]
-            raise min(device or errors, key=lambda e: e.need_bytes)
+            raise min(device or errors, key=lambda e: e.need_bytes).anew()
         args = (self.hw, self.budget, self.options, self.notes)
         plans = [finish_draft(made, *args) for made in drafts]
         return min(plans, key=lambda plan: step_seconds(self.workload, plan, self.hw))
@@ -360,7 +360,7 @@ class _Run:
             try:
                 made = self.lessened(attempt, away, regions)
             except InsufficientMemoryError as error:
-                errors.append(error)
+                errors.append(error.anew())
                 continue
             if self.fits(made):
                 drafts.append(made)

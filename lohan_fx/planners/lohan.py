@@ -151,14 +151,14 @@ class _Search:
             try:
                 made = attempt()
             except InsufficientMemoryError as error:
-                errors.append(error)
+                errors.append(error.anew())
                 continue
             if self.fits(made):
                 self.notes += [note] if note else []
                 return made
             errors.append(device_error(made.memory, self.budget, self.strategy.name))
         device = [e for e in errors if e.tier == "device"]
-        raise min(device or errors, key=lambda e: e.need_bytes)
+        raise min(device or errors, key=lambda e: e.need_bytes).anew()
 
     def variants(self, found: SwapSearch) -> Iterator[tuple[str, Callable[[], Draft]]]:
         residuals = self.workload.residuals

@@ -172,7 +172,7 @@ def frontier(
         try:
             made = replace(strategy, known=tuple(known)).solve(workload, hw, budgets[k], options)
         except InsufficientMemoryError as error:
-            found[k] = error
+            found[k] = error.anew()
         else:
             found[k] = made
             known.append(made[0])
@@ -236,7 +236,7 @@ class _Search:
         if self.best is None:
             self.lean_plan()
         if self.best is None:
-            raise self.error() if self.options.explain else self.least_error()
+            raise (self.error() if self.options.explain else self.least_error()).anew()
         report = ParetoReport(
             step_s=self.best.seconds,
             bound_s=self.bound_s,
@@ -414,7 +414,7 @@ class _Search:
                 made = self._made(name)
                 found = finish(*args, made, name) if isinstance(made, Choices) else made
             except InsufficientMemoryError as error:
-                self.errors.append(error)
+                self.errors.append(error.anew())
             except LohanError:
                 continue
             else:

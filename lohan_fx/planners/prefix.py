@@ -50,7 +50,7 @@ def fewest_swapped(setting: Setting, order: Sequence[str], at_least: int = 0) ->
         try:
             made = setting.draft(swap_prefix(setting, order, middle))
         except InsufficientMemoryError as lower:  # too much for host memory and SSD together
-            error, high = lower, middle - 1
+            error, high = lower.anew(), middle - 1
             continue
         if setting.fits(made):
             best, high = middle, middle - 1
@@ -58,5 +58,5 @@ def fewest_swapped(setting: Setting, order: Sequence[str], at_least: int = 0) ->
             error, low = setting.error(made), middle + 1
     if best is None:
         assert error is not None
-        raise error
+        raise error.anew()
     return best

@@ -59,7 +59,7 @@ class _Counts:
         try:
             plan = Lohan(name=NAME)(self.workload, self.hw, self.budget, options)
         except InsufficientMemoryError as error:
-            self.errors.append(error)
+            self.errors.append(error.anew())
             return None
         return step_seconds(self.workload, plan, self.hw), plan
 
@@ -116,7 +116,7 @@ def plans_around(
             note = f"{count} of {len(workload.units)} units are resident: those whose gradients "
             found.append(replace(made[1], notes=(f"{note}come last", *made[1].notes)))
     if not found:
-        raise min(counts.errors, key=lambda e: e.need_bytes)
+        raise min(counts.errors, key=lambda e: e.need_bytes).anew()
     return found
 
 

@@ -195,6 +195,12 @@ class Executor:
         for pending in list(self.waiting):
             self.drop(pending)
 
+    def retire(self) -> None:
+        """Run no more, and hold no buffers: autograd's graph of a step holds its program for as
+        long as user code holds the loss."""
+        self.drop_pending()
+        self.engine.updater = None
+
     def abort(self) -> None:
         """Leave nothing behind: what waits, or runs, never ends."""
         self.unfinished = True

@@ -92,6 +92,7 @@ class ModelStates:
         by_name = dict(model.named_parameters())
         places = {name: i for i, name in enumerate(by_name)}
         self.units: list[UnitStates] = []
+        self._resident: dict[str, Tensor] = {}
         host_offset = region.offset if region is not None else 0
         ssd_offset = 0
 
@@ -247,7 +248,8 @@ class ModelStates:
         """Move a unit between device and host, between two steps: to `arena`, or the device.
 
         The parameters become views of where it is then. If there is no room, nothing has changed.
-        The copies have ended when it returns. Old memory goes with its slab, when all is closed.
+        The copies have ended when it returns. Old host memory goes with its slab, when all is
+        closed; old device memory at once, unless user code looks into it.
         """
         if arena is None:
             buffer = torch.zeros(states.num_bytes, dtype=torch.uint8, device=self.device)
@@ -263,6 +265,7 @@ class ModelStates:
         if states.visible is not None:
             states.visible = flats.compute if states.visible is old.compute else flats.master
         states.flats, states.direct = flats, None
+        self._resident.clear()
         states.spare, states.away = None, False
         states.tier = "device" if arena is None else "host"
         states.expose()
@@ -376,11 +379,15 @@ class ModelStates:
                 views = views_of(states.flats.master, states.layout.slices)
                 yield from zip((s.name for s in states.layout.slices), views, strict=True)
 
-    def resident_views(self) -> dict[str, Tensor]:
-        """Name → what the graph reads, for parameters of units in the device tier."""
-        found: dict[str, Tensor] = {}
-        for states in self.units:
-            if states.tier == "device" and states.flats is not None:
-                views = views_of(states.flats.compute, states.layout.slices)
-                found.update(zip((s.name for s in states.layout.slices), views, strict=True))
-        return found
+    def resident_view(self, name: str) -> Tensor:
+        """What the graph reads of a parameter, of a unit in the device tier.
+
+        Callers must not keep it past a step: the unit may move, and its memory has to go then.
+        """
+        if not self._resident:
+            for states in self.units:
+                if states.tier == "device" and states.flats is not None:
+                    views = views_of(states.flats.compute, states.layout.slices)
+                    names = (s.name for s in states.layout.slices)
+                    self._resident.update(zip(names, views, strict=True))
+        return self._resident[name]

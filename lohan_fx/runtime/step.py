@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,17 +17,17 @@ from lohan_fx.runtime.states import ModelStates
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Name → the tensor that the graph reads of a device-resident parameter."""
+    """Name → the tensor that the graph reads of a device-resident parameter.
+
+    It keeps none: autograd's graph of a step holds the program that made it for as long as user
+    code holds the loss, and units that have moved must not stay on the device for that.
+    """
 
     states: ModelStates
     captured: Captured
-    _found: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, target: str) -> Tensor:
-        name = self.captured.first_name(target)
-        if name not in self._found:
-            self._found.update(self.states.resident_views())
-        return self._found[name]
+        return self.states.resident_view(self.captured.first_name(target))
 
 
 @dataclass(frozen=True, slots=True)
