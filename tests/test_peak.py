@@ -338,4 +338,5 @@ def test_a_plan_that_replaces_another_has_its_peak_from_its_first_step(
     assert len(refined.moved) == 4
     peak_bytes = max(before[0].peak_bytes, after.peak_bytes)
     assert measured.peak_bytes <= peak_bytes * (1 + TOLERANCE)
-    assert measured.left_bytes == pytest.approx(after.static_bytes, rel=TOLERANCE)
+    # at most: of a block that another thread makes and this one gives back, only the end is seen
+    assert measured.left_bytes <= after.static_bytes * (1 + TOLERANCE)

@@ -20,7 +20,7 @@ from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners import PlannerOptions, make_plan
-from lohan_fx.refinement import RECORDED_STEPS, corrected
+from lohan_fx.refinement import RECORDED_STEPS, corrected, running_share
 from lohan_fx.simulate import simulate
 from lohan_fx.timeline import Span, Timeline
 from lohan_fx.workload import Workload
@@ -312,3 +312,25 @@ def test_the_module_says_what_it_was(tmp_path: Path) -> None:
     assert isinstance(model, nn.Module)
     assert "refined" in model.report()
     model.lohan.close()
+
+
+def test_ops_are_not_slower_together_than_they_run() -> None:
+    """What timing adds to ops by themselves is taken off: recorded steps say how much."""
+    hw = small_hardware()
+    workload = gpt_workload()
+    options = PlannerOptions(schedule="optimized", states="host")
+    plan = make_plan("recompute-all", workload, hw, budget(), options)
+    step = simulate(workload, plan, hw).timeline
+    seconds = {op.name: op.seconds for op in workload.ops}
+
+    def share(factor: float, num_steps: int = 1) -> float:
+        timed = workload.timed({op: factor * s for op, s in seconds.items()})
+        return running_share(step, timed, plan, num_steps)
+
+    assert share(1.0) == pytest.approx(1.0)
+    assert share(1.25) == pytest.approx(0.8)
+    assert share(0.5) == 1.0  # what waits between ops is not theirs
+    assert share(1.0, num_steps=2) == pytest.approx(0.5)
+    assert share(100.0) == 0.25
+    nothing = Timeline(name="nothing", spans=())
+    assert running_share(nothing, workload, plan, 1) == 1.0

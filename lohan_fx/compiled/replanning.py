@@ -46,7 +46,7 @@ class Replanner:
             return program
         self._refinement = None
         programs.sync()  # units may move; what user code wrote into them has been taken over
-        measured = refinement.measured(program.workload, builder.options.hw, program.plan.schedule)
+        measured = refinement.measured(program.workload, builder.options.hw, program.plan)
         refinement.detach(memory.lanes)
         if measured is None:
             return program
