@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lohan_fx.errors import InsufficientMemoryError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import SCHEDULES, Action, Plan, Tier
+from lohan_fx.plan import SCHEDULES, Action, Plan, Schedule, Tier
 from lohan_fx.planners import Choices, PlannerOptions, finish, make_plan, names
 from lohan_fx.planners.effort import Effort
 from lohan_fx.planners.evaluate import step_seconds
@@ -289,6 +289,27 @@ _SSD: dict[str, Any] = {
     "ssd_read_bytes_per_s": 6e9,
     "ssd_write_bytes_per_s": 4e9,
 }
+
+
+def test_a_known_plan_is_where_a_search_begins() -> None:
+    """What runs, given by refinement: a short search finds nothing slower. Not if another schedule
+    is wanted, or if it does not fit."""
+    workload = gpt_workload(layers=4, hidden=256, batch=8)
+    whole = whole_bytes(workload)
+    roomy = MemoryBudget(device_bytes=whole // 3, host_bytes=whole, ssd_bytes=0)
+    best, _ = Pareto().solve(workload, HW, roomy)
+    short = Pareto(others=False, effort=Effort(reserves=(), ladder=0, polish=0, assignments=0))
+
+    def seconds(limit: MemoryBudget, schedule: Schedule) -> float:
+        options = PlannerOptions(known=(best,), schedule=schedule)
+        return short.solve(workload, HW, limit, options)[1].step_s
+
+    known_s = step_seconds(workload, best, HW)
+    assert short.solve(workload, HW, roomy)[1].step_s > known_s
+    assert seconds(roomy, best.schedule) == known_s
+    assert seconds(roomy, "serial") > known_s
+    less = best.prediction.peak_device_bytes - 1
+    assert seconds(replace(roomy, device_bytes=less), best.schedule) > known_s
 
 
 def test_keeps_everything_if_it_fits() -> None:

@@ -74,7 +74,10 @@ class Replanner:
         on_ssd: dict[str, Tier] = {u: "ssd" for u, p in plan.units.items() if p.tier == "ssd"}
         copies = footprint.host_copies(plan)
         options = dataclasses.replace(
-            self._builder.options.planner, fixed_units=on_ssd or None, fixed_copies=copies
+            self._builder.options.planner,
+            fixed_units=on_ssd or None,
+            fixed_copies=copies,
+            known=(plan,),
         )
         before_s = step_seconds(measured.workload, plan, measured.hw)
         try:

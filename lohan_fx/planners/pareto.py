@@ -315,15 +315,17 @@ class _Search:
     # -- where candidates come from -------------------------------------------------------------
 
     def known_plans(self) -> None:
-        """Those that were given, if they fit."""
-        for plan in self.strategy.known:
+        """Those that were given, if they fit, and are of the schedule that is wanted."""
+        for plan in (*self.strategy.known, *self.options.known):
             p = plan.prediction
             used = MemoryBudget(
                 device_bytes=p.peak_device_bytes,
                 host_bytes=p.peak_host_bytes,
                 ssd_bytes=p.peak_ssd_bytes,
             )
-            if plan.workload == self.workload.name and _within(used, self.budget):
+            wanted = self.options.schedule in ("auto", plan.schedule)
+            same = wanted and plan.workload == self.workload.name
+            if same and _within(used, self.budget):
                 self.offer(replace(plan, notes=()), NAME)
 
     def keep_all(self) -> None:

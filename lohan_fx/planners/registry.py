@@ -36,6 +36,8 @@ class PlannerOptions:
             takes precedence over `copies`.
         cost: which extensions of the cost model count.
         explain: the error of a plan that fits nowhere says what would do, which takes more plans.
+        known: finished plans of the same workload: a strategy that searches (`pareto`) begins with
+            those that fit, and finds none that is slower.
 
     Raises:
         PlanError: a value that is none of these.
@@ -49,6 +51,7 @@ class PlannerOptions:
     fixed_copies: Collection[str] | None = None
     cost: CostOptions = field(default_factory=CostOptions)
     explain: bool = True
+    known: tuple[Plan, ...] = ()
 
     def __post_init__(self) -> None:
         allowed = {
