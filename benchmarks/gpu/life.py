@@ -63,7 +63,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -368,7 +368,10 @@ def costs_child(job: dict[str, Any]) -> None:
         training = Training(model, case, hw, **options)
         del model
         seconds = timed(lambda n, t=training, c=variant.count: t.step(n, c), job)
-        report(name, training, seconds, variant.count)
+        with training.model.lohan.record() as recorder:
+            training.step(len(seconds), variant.count)
+        recorded = recorder.timeline(f"recorded {name}").summary().splitlines()
+        report(name, training, seconds, variant.count, recorded)
         del training
         free()
     if ARITHMETIC not in job["rows"]:
@@ -411,8 +414,14 @@ def timed(step: Callable[[int], list[Tensor]], job: dict[str, Any]) -> list[floa
     return [b - a for a, b in itertools.pairwise(ends)]
 
 
-def report(name: str, training: Training, seconds: list[float], count: int) -> None:
-    """Say a row, and close the model."""
+def report(
+    name: str,
+    training: Training,
+    seconds: list[float],
+    count: int,
+    recorded: Sequence[str] = (),
+) -> None:
+    """Say a row, and close the model. `recorded` is what the lanes did in one more step."""
     step_s = statistics.median(seconds)
     plan, refined = training.model.plan, training.model.lohan.refined
     say(
@@ -427,6 +436,7 @@ def report(name: str, training: Training, seconds: list[float], count: int) -> N
         plan=str(plan).splitlines(),
         setup_s=training.model.lohan.setup_s,
         refined=None if refined is None else refined.text(),
+        recorded=list(recorded),
         device_peak=torch.cuda.max_memory_allocated() if CUDA else None,
         rss=rss_peak_bytes(),
     )
