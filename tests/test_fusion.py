@@ -24,7 +24,7 @@ from lohan_fx.capture import Captured, capture
 from lohan_fx.fusion import Kernels, align, clusters, fuse
 from lohan_fx.fusion.clusters import Kernel, _Finder, _replace, _sort
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.joint_graph import is_random
+from lohan_fx.joint_graph import is_random, op_name
 from lohan_fx.models.gpt import GPT
 from tests.captured import check_exact, run_eager, run_graph
 from tests.captured import step as captured_step
@@ -422,12 +422,14 @@ def test_sums_of_what_is_there_are_one_op() -> None:
     assert draft.clusters() == [{*added}]
 
 
-def cut(*, read_again: bool, needs_more: bool) -> tuple[Draft, fx.Node, fx.Node]:
-    """Two ops on a product; the first's result may have another reader behind them."""
+def cut(*, read_again: bool, products: int) -> tuple[Draft, fx.Node, fx.Node]:
+    """Two ops on so many products; the first's result may have another reader behind them."""
     draft = Draft()
     x, y = draft.placeholder("x"), draft.placeholder("y")
-    product = draft(aten.mm.default, x, y) if needs_more else y
-    first = draft(aten.sin.default, product)
+    made = [draft(aten.mm.default, x, y) for _ in range(products)]
+    first = (
+        draft(aten.add.Tensor, *made) if products == 2 else draft(aten.sin.default, *made or [y])
+    )
     second = draft(aten.cos.default, first)
     out = draft(aten.mm.default, second, first if read_again else x)
     draft.finish(out)
@@ -435,15 +437,31 @@ def cut(*, read_again: bool, needs_more: bool) -> tuple[Draft, fx.Node, fx.Node]
 
 
 @pytest.mark.parametrize("read_again", [False, True])
-@pytest.mark.parametrize("needs_more", [False, True])
-def test_a_place_to_recompute_from_is_left(read_again: bool, needs_more: bool) -> None:
-    """The second op could be run again from the first's result, which is kept for its reader."""
-    draft, first, second = cut(read_again=read_again, needs_more=needs_more)
-    hides = read_again and needs_more
+@pytest.mark.parametrize("products", [0, 1, 2])
+def test_a_place_to_recompute_from_is_left(read_again: bool, products: int) -> None:
+    """The second op could be run again from the first's result, which is kept for its reader. From
+    one product both can be run again, and it is not larger."""
+    draft, first, second = cut(read_again=read_again, products=products)
+    hides = read_again and products == 2
     assert draft.clusters() == ([] if hides else [{first, second}])
     finder = draft.finder()
     a, b = (clusters._Cluster("forward", "a", [n]) for n in (first, second))
     assert finder.hides_a_cut(a, b) == hides
+
+
+def test_the_norms_and_gates_of_a_llama_are_one_op_each() -> None:
+    """RMSNorm reads its input once, whose float32 copy and inverse root backward reads, too; a gate
+    multiplies SiLU's result, which backward reads, by another product."""
+    model, inputs, _ = captured_of("llama")
+    captured = capture(model, (), inputs, dtype=torch.bfloat16)
+    fuse(captured, model, Kernels(CPU, compiled=False), min_bytes=0)
+    forward = [n for n in captured.graph.graph.nodes if n.meta.get("phase") == "forward"]
+    left = {op_name(n) for n in forward if "members" not in n.meta}
+    assert not left & {"aten.silu", "aten.rsqrt", "aten.mean", "aten.pow"}
+    joined = [str(n.target.__name__) for n in forward if "members" in n.meta and not is_getitem(n)]
+    layers = model.config.num_hidden_layers
+    assert sum(name.startswith("fused_silu_mul") for name in joined) == layers
+    assert sum("pow_mean_add" in name for name in joined) == 2 * layers + 1
 
 
 def test_random_and_mutating_ops_are_left_alone() -> None:

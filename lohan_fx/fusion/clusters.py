@@ -176,12 +176,14 @@ class _Finder:
 
     def hides_a_cut(self, a: _Cluster, b: _Cluster) -> bool:
         """Whether `b` could be run again from a value of `a` that others read, too, and only from
-        more as one op: that would save a read of the value, and cost a place to recompute from."""
+        more bytes as one op: that would save a read of the value, and cost a place to recompute
+        from. The float32 copy of a bfloat16 value is no such place, nor is SiLU's result."""
         inside = {*a.members, *b.members}
         needs = {s for m in b.members for s in self.sources[m]}
         cut = [m for m in a.members if m in needs and any(r not in inside for r in self.readers[m])]
         more = {s for m in a.members for s in self.sources[m]} - inside - needs
-        return bool(cut) and any(s.op == "call_function" for s in more)
+        instead = [s for s in more if s.op == "call_function"]
+        return bool(cut) and sum(map(_bytes, instead)) > sum(map(_bytes, cut))
 
     def held_bytes(self, members: set[fx.Node], last: float) -> int:
         """Bytes of what the members read that would stay longer, past other ops, if they were one:
