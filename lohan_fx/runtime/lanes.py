@@ -455,9 +455,10 @@ class Lanes:
             return
         stream = torch.cuda.current_stream(self.device)
         stream.query()
-        if torch.cuda.current_device() == stream.device_index:  # else changes of stream change that
-            self.stream = stream
         try:
+            # on another device, changes of stream would change which device is current
+            here = torch.cuda.current_device() == stream.device_index
+            self.stream = stream if here else None
             yield
         finally:
             if self.stream is not None:
