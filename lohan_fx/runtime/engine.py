@@ -187,6 +187,7 @@ class Engine:
         self.place = 0  # of the forward, or backward, that runs
         self._loans: dict[tuple[int, int], _Loan] = {}
         self._fetches: dict[tuple[int, int], Ticket] = {}
+        self._copies_units = self._reads_units = False  # since `settle_units`
 
     # -- the program's ops ------------------------------------------------------------------
 
@@ -286,6 +287,7 @@ class Engine:
                 instead=parked,
             )
         self._fetches[self.place, unit] = ticket
+        self._copies_units = True
         return flat
 
     def wait_unit(self, flat: Tensor, unit: int, window: int) -> list[Tensor]:
@@ -302,6 +304,7 @@ class Engine:
         if after is not None:
             after.synchronize()
         self.lanes.count(h2d_bytes=num_bytes)
+        self._reads_units = True
         return views_of(states.reachable(self.lanes.device), states.layout.slices)
 
     def write_gradient(
@@ -357,6 +360,16 @@ class Engine:
             recorder.begin_compute(now)
 
     # -- one step ---------------------------------------------------------------------------
+
+    def settle_units(self) -> None:
+        """Wait on the host until neither copies nor compute itself read units in host memory: where
+        no backward follows, user code may write into weights."""
+        reached = self.lanes.mark() if self._reads_units else None
+        if reached is not None:
+            reached.synchronize()
+        if self._copies_units:
+            self.lanes.h2d.drain()
+        self._copies_units = self._reads_units = False
 
     def reset(self, place: int | None = None) -> None:
         """Forget what a step left behind that did not run to its end, in one place or in all.

@@ -118,7 +118,7 @@ class Executor:
                     with torch.no_grad():
                         target.copy_(value)
             if self.halves.backward is None:
-                self.engine.lanes.drain()  # from here on user code may write into weights
+                self.engine.settle_units()
             else:
                 saved = list(results[split:])
                 self.waiting.append(
