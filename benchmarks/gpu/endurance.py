@@ -155,12 +155,14 @@ def main() -> None:
     losses = train(hw, many, watch=watch, schedule="overlapped")
     curve = losses[: options.curve]
     ours_apart, eager_apart = apart(curve, plain), apart(eager, plain)
+    from_eager = apart(curve, eager)
     print(f"plain, compiled {' '.join(f'{x:.3f}' for x in plain[::7])}")
     print(f"plain, eager    {' '.join(f'{x:.3f}' for x in eager[::7])}; {eager_apart:.4f} apart")
     print(f"lohan_fx        {' '.join(f'{x:.3f}' for x in curve[::7])}; {ours_apart:.4f} apart")
-    grown = (rss[-1] - rss[20]) / 2**20
+    print(f"lohan_fx and plain, eager: {from_eager:.4f} apart")
+    grown = (rss[-1] - rss[20]) / 2**10
     print(f"RSS after 20 steps {rss[20] / GIB:.2f} GiB, after {len(rss)} {rss[-1] / GIB:.2f} GiB")
-    print(f"({grown:+.1f} MiB); allocator retries {retries[-1]}", flush=True)
+    print(f"({grown:+.0f} KiB); allocator retries {retries[-1]}", flush=True)
 
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -3,12 +3,14 @@
     python benchmarks/gpu/optimizer.py
 
 Parameters per second by number of threads, on one unit of 79M parameters: bfloat16 gradients and
-compute copies, float32 masters and AdamW states. The floor is 28 bytes a parameter.
+compute copies, float32 masters and AdamW states. The floor is 28 bytes a parameter. On a GPU, also
+beside copies in both directions: optimizer and link share the host's memory.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -31,6 +33,42 @@ def rate(call: Callable[[], object], repeats: int = 5) -> float:
         call()
         seconds.append(time.perf_counter() - start)
     return NUM_PARAMS / min(seconds) / 1e9
+
+
+def beside_copies(update: Callable[[], object]) -> str:
+    """The rate of `update` while both directions of the link copy, and what these move."""
+    num_bytes = 2**28
+    device = [torch.empty(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    over, moved = threading.Event(), [0]
+
+    def copy() -> None:
+        while not over.is_set():
+            with torch.cuda.stream(streams[0]):
+                device[0].copy_(host[0], non_blocking=True)
+            with torch.cuda.stream(streams[1]):
+                host[1].copy_(device[1], non_blocking=True)
+            torch.cuda.synchronize()
+            moved[0] += 2 * num_bytes
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    try:
+        update()
+        before, start, repeats = moved[0], time.perf_counter(), 20
+        for _ in range(repeats):
+            update()
+        seconds, copied = time.perf_counter() - start, moved[0] - before
+    finally:
+        over.set()
+        thread.join()
+    updated = repeats * NUM_PARAMS / seconds / 1e9
+    total = updated * BYTES_PER_PARAM + copied / seconds / 1e9
+    return (
+        f"beside copies both ways: {updated:.2f} Gparam/s, {copied / seconds / 1e9:.1f} GB/s of "
+        f"copies, {total:.0f} GB/s together"
+    )
 
 
 def main() -> None:
@@ -60,6 +98,8 @@ def main() -> None:
         torch.set_num_threads(threads)
         kernel = AdamKernel(library(), threads)
         ours = rate(lambda kernel=kernel: kernel.run([update]))  # type: ignore[misc]
+        if torch.cuda.is_available() and threads == cores:
+            print(beside_copies(lambda kernel=kernel: kernel.run([update])))  # type: ignore[misc]
         kernel.close()
         adam = torch.optim.AdamW([parameter], lr=1e-5, fused=True)
         parameter.grad = gradient.float()

@@ -4,8 +4,8 @@ The halves are interpreted node by node, with a CUDA event (on a CPU device: a c
 between nodes. What a recompute region runs is not counted; its ops were timed in forward.
 
 The interpreter is slower than small kernels are: left alone, the device would wait for it, and the
-time between two events would be the host's (on an H100, 0.23 s of a step whose kernels take
-0.2 s). So the device is kept busy between ops until the host is ahead of it.
+time between two events would be the host's (on an H100, 0.26 s of ops in a step that computes for
+0.20 s). So the device is kept busy between ops until the host is ahead of it.
 """
 
 from __future__ import annotations
