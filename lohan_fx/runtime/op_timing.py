@@ -88,10 +88,14 @@ class _Runner(fx.Interpreter):
         return self._arguments.popleft()
 
     def run_node(self, n: fx.Node) -> Any:
-        timed = n.op == "call_function" and n.meta.get("lohan") is None and not is_getitem(n)
-        if not timed:
+        if n.op != "call_function":
             return super().run_node(n)
-        start = self._timer.begin()
-        result = super().run_node(n)
-        self._timer.add(n.name, start, self._timer.stamp())
-        return result
+        if n.meta.get("lohan") is not None or is_getitem(n):
+            result = super().run_node(n)
+        else:
+            start = self._timer.begin()
+            result = super().run_node(n)
+            self._timer.add(n.name, start, self._timer.stamp())
+        # Generated code forgets what nobody reads, such as one of an op's several results. The
+        # interpreter forgets values after their last use, which these never have.
+        return result if n.users else None
