@@ -22,6 +22,7 @@ from lohan_fx.errors import PlanError
 from lohan_fx.fusion import Kernels, fuse
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes import PassManager, Rewrite, pipeline
+from lohan_fx.passes.direct_calls import direct_calls
 from lohan_fx.passes.split import split
 from lohan_fx.passes.verify import check_invariants, check_program
 from lohan_fx.plan import Plan
@@ -241,6 +242,9 @@ class Builder:
             rewrite.units[i.name] for i in instructions.instructions if i.kind == "emit_gradients"
         )
         halves = split(rewrite)
+        for half in (halves.forward, halves.backward):
+            if half is not None:
+                direct_calls(half)
         executor = Executor(
             captured=captured,
             halves=halves,

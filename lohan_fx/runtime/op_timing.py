@@ -88,10 +88,10 @@ class _Runner(fx.Interpreter):
         return self._arguments.popleft()
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function":
+        if n.op not in ("call_function", "call_method"):
             return super().run_node(n)
-        if n.meta.get("lohan") is not None or is_getitem(n):
-            result = super().run_node(n)
+        if n.op == "call_method" or n.meta.get("lohan") is not None or is_getitem(n):
+            result = super().run_node(n)  # a view, or an op of ours
         else:
             start = self._timer.begin()
             result = super().run_node(n)

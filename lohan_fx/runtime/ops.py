@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,22 +56,16 @@ class EngineRegistry:
 engines = EngineRegistry()
 
 
-def _token() -> Tensor:
-    return torch.empty(0)
-
-
-def _offload(x: Tensor, run: int, slot: int) -> Tensor:
+def _offload(x: Tensor, run: int, slot: int) -> None:
     engines[run].offload(x, slot)
-    return _token()
 
 
-def _release(x: Tensor, handle: Tensor, run: int, slot: int) -> Tensor:
+def _release(x: Tensor, handle: Tensor | None, run: int, slot: int) -> None:
     engines[run].release(slot)
-    return _token()
 
 
-def _prefetch(handle: Tensor, run: int, slot: int) -> Tensor:
-    return engines[run].prefetch(slot)
+def _prefetch(handle: Tensor | None, run: int, slot: int) -> Tensor:
+    return engines[run].prefetch(slot)  # type: ignore[no-any-return]
 
 
 def _wait(y: Tensor, run: int, slot: int) -> Tensor:
@@ -80,44 +74,58 @@ def _wait(y: Tensor, run: int, slot: int) -> Tensor:
 
 
 def _fetch_unit(run: int, unit: int, window: int) -> Tensor:
-    return engines[run].fetch_unit(unit, window)
+    return engines[run].fetch_unit(unit, window)  # type: ignore[no-any-return]
 
 
 def _wait_unit(flat: Tensor, run: int, unit: int, window: int) -> list[Tensor]:
-    return engines[run].wait_unit(flat, unit, window)
+    return engines[run].wait_unit(flat, unit, window)  # type: ignore[no-any-return]
 
 
 def _host_view(run: int, unit: int, phase: int, num_bytes: int) -> list[Tensor]:
-    return engines[run].host_view(unit, num_bytes)
+    return engines[run].host_view(unit, num_bytes)  # type: ignore[no-any-return]
 
 
-def _write_gradient(gradients: list[Tensor], run: int, unit: int, indices: list[int]) -> Tensor:
+def _write_gradient(
+    gradients: list[Tensor], run: int, unit: int, indices: Sequence[int]
+) -> None:
     engines[run].write_gradient(gradients, unit, indices)
-    return _token()
 
 
-def _emit_written(tokens: list[Tensor], run: int, unit: int) -> Tensor:
+def _emit_written(tokens: Sequence[Tensor | None], run: int, unit: int) -> None:
     engines[run].emit_written(unit)
-    return _token()
 
 
-def _emit_gradients(gradients: Sequence[Tensor | None], run: int, unit: int) -> Tensor:
+def _emit_gradients(gradients: Sequence[Tensor | None], run: int, unit: int) -> None:
     engines[run].emit_gradients(gradients, unit)
-    return _token()
 
 
 def _release_gradients(
-    gradients: Sequence[Tensor | None], token: Tensor, run: int, unit: int
-) -> Tensor:
+    gradients: Sequence[Tensor | None], token: Tensor | None, run: int, unit: int
+) -> None:
     engines[run].release_gradients(unit)
-    return _token()
+
+
+def _with_token(call: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
+    """The kernel of an op whose schema has a result: a tensor that stands for the order of calls,
+    where there is nothing else."""
+
+    def kernel(*arguments: Any) -> Tensor:
+        result = call(*arguments)
+        return torch.empty(0) if result is None else result
+
+    return kernel
 
 
 _library = torch.library.Library("lohan", "DEF")
+direct: dict[Any, Callable[..., Any]] = {}
+"""Op → the function that it calls, for programs that run without torch's dispatcher: which costs
+more than the functions do. What is a token for the dispatcher is None there."""
 for _name, _schema in _SCHEMAS.items():
+    _function = globals()[f"_{_name}"]
     _library.define(_name + _schema)
     # One kernel for every device: an op's tensors may be on the device, on the host, or absent.
-    _library.impl(_name, globals()[f"_{_name}"], "CompositeExplicitAutograd")
+    _library.impl(_name, _with_token(_function), "CompositeExplicitAutograd")
+    direct[getattr(torch.ops.lohan, _name).default] = _function
 
 offload = torch.ops.lohan.offload.default
 release = torch.ops.lohan.release.default
