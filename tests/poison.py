@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from lohan_fx.joint_graph import OutputRole
 from lohan_fx.passes import PassManager, Rewrite, pipeline
+from lohan_fx.passes.direct_calls import direct_calls
 from lohan_fx.passes.split import split
 from lohan_fx.passes.verify import check_invariants, check_program
 from lohan_fx.plan import Plan
@@ -147,14 +148,18 @@ class Runner:
             results = captured.graph(*[self.argument(r) for r in captured.inputs])
         return self._outcome(zip(results, captured.outputs, strict=True))
 
-    def rewritten(self, plan: Plan) -> tuple[Outcome, Rewrite]:
-        """The two halves of the plan's program."""
+    def rewritten(self, plan: Plan, *, direct: bool = False) -> tuple[Outcome, Rewrite]:
+        """The two halves of the plan's program; `direct`: as they are when a model runs."""
         rewrite = self.step.rewrite(plan)
         engine = PoisonEngine(rewrite, self.parameters)
         rewrite.run = engines.add(engine)  # type: ignore[arg-type]
         PassManager(passes=pipeline(), verify=check_invariants)(rewrite)
         check_program(rewrite)
         halves = split(rewrite)
+        if direct:
+            for half in (halves.forward, halves.backward):
+                if half is not None:
+                    direct_calls(half)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             results = list(halves.forward([self.argument(r) for r in halves.forward_inputs]))

@@ -171,7 +171,9 @@ def check_plan(runner: Runner, plan: Plan) -> Rewrite:
     program = lower(runner.step.workload, plan)
     assert read_back(rewrite) == tuple(map(shown, program.instructions))
     assert check_program(rewrite) == program
-    assert_same(have, runner.plain())
+    plain = runner.plain()
+    assert_same(have, plain)
+    assert_same(runner.rewritten(plan, direct=True)[0], plain)
     return rewrite
 
 

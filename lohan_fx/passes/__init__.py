@@ -1,8 +1,8 @@
 """Rewrites of the joint graph, one pass a file. They hold no heuristics: they obey the plan.
 
 Order (`pipeline`): normalize, recompute, offload, prefetch, parameters, direct_access,
-emit_gradients, each followed by `verify`; `split` cuts the result between forward and backward
-as the last act.
+emit_gradients, each followed by `verify`; `split` cuts the result between forward and backward,
+and `direct_calls` lets the halves run without torch's dispatcher.
 """
 
 from __future__ import annotations

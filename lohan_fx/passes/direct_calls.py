@@ -2,9 +2,9 @@
 
 torch's dispatcher takes some microseconds a call, and a layer of a transformer has more views and
 ops of ours than kernels: with small kernels the device waits for them. So views become methods of
-tensors, equal views of a tensor one, a view of a view that nobody else reads a view, and ops of
-ours the functions behind them. Values, and when memory is given back, stay what they are. What is
-printed, verified and simulated is the program before.
+tensors, views that say the same become one, and ops of ours the functions behind them. Values, and
+when memory is given back, stay what they are. What is printed, verified and simulated is the
+program before.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ def _direct(graph: fx.Graph) -> None:
         if node.target in ops.direct:
             node.target = ops.direct[node.target]
         elif node.target in _METHODS and not node.kwargs:
+            source: Any = node.args[0]
+            if node.target is _aten.t.default is source.target:  # transposed twice
+                node.replace_all_uses_with(source.args[0])
+                graph.erase_node(node)
+                continue
             _skip_shape(node)
             key = (_METHODS[node.target], _hashable(node.args))
             first = seen.setdefault(key, node)

@@ -1,4 +1,4 @@
-"""Cut the rewritten graph at the boundary between forward and backward: the last act.
+"""Cut the rewritten graph at the boundary between forward and backward.
 
 Each half is a boxed GraphModule: it takes its inputs in one list and empties it, so that a saved
 tensor dies at its last use.

@@ -65,7 +65,7 @@ def _release(x: Tensor, handle: Tensor | None, run: int, slot: int) -> None:
 
 
 def _prefetch(handle: Tensor | None, run: int, slot: int) -> Tensor:
-    return engines[run].prefetch(slot)  # type: ignore[no-any-return]
+    return engines[run].prefetch(slot)
 
 
 def _wait(y: Tensor, run: int, slot: int) -> Tensor:
@@ -74,20 +74,18 @@ def _wait(y: Tensor, run: int, slot: int) -> Tensor:
 
 
 def _fetch_unit(run: int, unit: int, window: int) -> Tensor:
-    return engines[run].fetch_unit(unit, window)  # type: ignore[no-any-return]
+    return engines[run].fetch_unit(unit, window)
 
 
 def _wait_unit(flat: Tensor, run: int, unit: int, window: int) -> list[Tensor]:
-    return engines[run].wait_unit(flat, unit, window)  # type: ignore[no-any-return]
+    return engines[run].wait_unit(flat, unit, window)
 
 
 def _host_view(run: int, unit: int, phase: int, num_bytes: int) -> list[Tensor]:
-    return engines[run].host_view(unit, num_bytes)  # type: ignore[no-any-return]
+    return engines[run].host_view(unit, num_bytes)
 
 
-def _write_gradient(
-    gradients: list[Tensor], run: int, unit: int, indices: Sequence[int]
-) -> None:
+def _write_gradient(gradients: list[Tensor], run: int, unit: int, indices: Sequence[int]) -> None:
     engines[run].write_gradient(gradients, unit, indices)
 
 
