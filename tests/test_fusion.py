@@ -973,6 +973,40 @@ def test_compiled_steps_are_eager_to_rounding(
     model.lohan.close()
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_llamas_are_eager_to_rounding() -> None:
+    """Rotary embeddings, masks and norms, forward and backward."""
+    model, inputs = attending_llama(2)
+    captured = capture(model, (), inputs)
+    made = Checked(CPU, compiled=True)
+    assert fuse(captured, model, made) > made.kernels.count > 0
+    assert None not in made.kernels._made.values()
+    want, tangents = run_eager(model, (), inputs, lambda output: output.loss, nullcontext())
+    have = run_graph(captured, model, (), inputs, tangents)
+    assert made.calls >= made.kernels.count
+    torch.testing.assert_close(have.outputs, want.outputs, rtol=1e-5, atol=1e-6)
+    assert have.gradients.keys() == want.gradients.keys()
+    for name, gradient in have.gradients.items():
+        torch.testing.assert_close(gradient, want.gradients[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_kernel_that_reads_nothing() -> None:
+    """A causal mask is made of numbers alone."""
+    draft = Draft()
+    rows, columns = (draft(aten.arange.default, 8) for _ in "ab")
+    below = draft(aten.le.Tensor, columns, draft(aten.unsqueeze.default, rows, 1))
+    mask = draft(aten.where.self, below, *(draft(aten.scalar_tensor.default, v) for v in (0.0, -1)))
+    module = draft.finish(draft(aten.mm.default, mask, draft.placeholder("x")))
+    finder = draft.finder()
+    (cluster,) = finder.clusters()
+    assert _replace(finder, cluster, module, Kernels(CPU, compiled=True))
+    (made,) = fused_nodes(module.graph)
+    assert not made.args
+    assert torch.equal(made.target(), torch.ones(8, 8).triu(1).neg())  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [101, 127, 129])
 def test_products_of_padded_matrices_take_the_padding_along(
