@@ -501,7 +501,8 @@ def inductor_kernel(
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    mode = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
+    values = (n.meta.get("val") for n in body.graph.nodes)  # of a graph that reads nothing, too
+    mode = next(t.fake_mode for t in values if isinstance(t, FakeTensor))
     plain = torch._C._DisableAutocast()  # the graph's ops have their dtypes
     with TRACING, torch.no_grad(), plain, mode, config.patch(emulate_precision_casts=True):
         module = make_fx(body, decomposition_table=select_decomp_table())(*inputs)

@@ -23,6 +23,9 @@ MAX_OPS = 24
 MIN_BYTES = 2**20
 """Clusters that make less are left alone: a launch is all that they would save."""
 
+MAX_PIECES = 8
+"""Tensors that one ``cat`` or ``stack`` puts together: of more, Inductor copies each by itself."""
+
 _FUSIBLE = frozenset(
     {
         "aten._log_softmax",
@@ -30,18 +33,27 @@ _FUSIBLE = frozenset(
         "aten._softmax",
         "aten._softmax_backward_data",
         "aten._to_copy",
+        "aten.cat",
         "aten.clone",
         "aten.constant_pad_nd",
+        "aten.full_like",
         "aten.mean",
         "aten.native_layer_norm",
         "aten.native_layer_norm_backward",
+        "aten.ones_like",
         "aten.select_backward",
         "aten.slice_backward",
         "aten.stack",
         "aten.sum",
+        "aten.zeros_like",
     }
 )
 """Ops without ``torch.Tag.pointwise`` that Inductor fuses with others."""
+
+_JOINING = frozenset({"aten.cat", "aten.stack"})
+
+_CREATING = frozenset({"aten.arange", "aten.full", "aten.ones", "aten.scalar_tensor", "aten.zeros"})
+"""Ops that make a tensor of numbers alone. A kernel has what it needs of them in registers."""
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int64})
 
@@ -54,11 +66,13 @@ returns the tensor, otherwise a tuple. None: the ops stay what they are."""
 
 @dataclass(slots=True, eq=False)
 class _Cluster:
-    """Ops that become one. `phase` and `block` are those of all of them."""
+    """Ops that become one. `phase` and `block` are those of all of them; `early` says that the one
+    op stands in the first one's place instead of the last one's."""
 
     phase: str
     block: str
     members: list[fx.Node] = field(default_factory=list)
+    early: bool = False
 
 
 def fuse(
@@ -81,11 +95,8 @@ def fuse(
     if fused:
         _sort(graph, finder.position)
         for node in reversed(list(graph.nodes)):
-            if (
-                node.op == "call_function"
-                and not node.users
-                and (is_view(node) or is_getitem(node))
-            ):
+            free = is_view(node) or is_getitem(node) or node in finder.created
+            if node.op == "call_function" and not node.users and free:
                 graph.erase_node(node)
         graph.lint()
     return fused
@@ -94,6 +105,11 @@ def fuse(
 def _bytes(op: fx.Node) -> int:
     """Bytes of all that an op makes."""
     return sum(t.numel() * t.element_size() for t in tensors_of(op.meta.get("val")))
+
+
+def _num_elements(op: fx.Node) -> int:
+    """Of the largest tensor that an op makes."""
+    return max((t.numel() for t in tensors_of(op.meta.get("val"))), default=0)
 
 
 def maker_of(value: fx.Node) -> fx.Node | None:
@@ -116,8 +132,25 @@ def is_fusible(node: fx.Node, device: torch.device) -> bool:
     name = str(target.overloadpacket)
     if torch.Tag.pointwise not in target.tags and name not in _FUSIBLE:
         return False
-    if not is_repeatable(node):
+    if name in _JOINING and len(node.all_input_nodes) > MAX_PIECES:
         return False
+    return is_repeatable(node) and _has_kernels(node, device)
+
+
+def is_created(node: fx.Node, device: torch.device) -> bool:
+    """Whether an op makes a tensor of numbers alone, where and as kernels can have it."""
+    target = node.target
+    return (
+        node.op == "call_function"
+        and isinstance(target, OpOverload)
+        and str(target.overloadpacket) in _CREATING
+        and not node.all_input_nodes
+        and _has_kernels(node, device)
+    )
+
+
+def _has_kernels(node: fx.Node, device: torch.device) -> bool:
+    """Whether all tensors of an op are on the device, in dtypes that Inductor's kernels have."""
     tensors = tensors_of(node.meta.get("val"))
     for source in node.all_input_nodes:
         tensors += tensors_of(source.meta.get("val"))
@@ -125,54 +158,89 @@ def is_fusible(node: fx.Node, device: torch.device) -> bool:
 
 
 class _Finder:
-    """Finds the clusters of one graph; knows who reads what, through views."""
+    """Finds the clusters of one graph; knows who reads what, through views.
+
+    What is made of numbers alone (`created`) belongs to no cluster: as views are, it is made again
+    in each that reads it. So it is no source that anything waits for.
+    """
 
     def __init__(self, graph: fx.Graph, device: torch.device) -> None:
         self.graph = graph
         self.device = device
+        self.created = {n for n in graph.nodes if is_created(n, device)}
         self.position: dict[fx.Node, float] = {n: i for i, n in enumerate(graph.nodes)}
         self.sources: dict[fx.Node, list[fx.Node]] = {}
         self.readers: dict[fx.Node, list[fx.Node]] = {}
+        readers_of_created: dict[fx.Node, list[fx.Node]] = {}
         for node in graph.nodes:
             if node.op == "placeholder" or is_view(node) or is_getitem(node):
                 continue
+            if node in self.created:
+                continue
             found = map(maker_of, node.all_input_nodes)
             makers = dict.fromkeys(maker for maker in found if maker is not None)
-            self.sources[node] = list(makers)
+            self.sources[node] = [m for m in makers if m not in self.created]
             for maker in makers:
-                self.readers.setdefault(maker, []).append(node)
+                known = readers_of_created if maker in self.created else self.readers
+                known.setdefault(maker, []).append(node)
+        self._absorbing = {
+            reader
+            for readers in readers_of_created.values()
+            if all(is_fusible(reader, device) for reader in readers)
+            for reader in readers
+        }
         self._ops = list(self.sources)
         self._places = [self.position[n] for n in self._ops]
 
     def clusters(self) -> list[_Cluster]:
-        """Clusters of at least two ops, grown along the edges of the graph in order."""
+        """Clusters of at least two ops, grown along the edges of the graph in order; and single
+        ops that spare those who make what they read."""
         home: dict[fx.Node, _Cluster] = {}
         for node in list(self.sources):
             if not is_fusible(node, self.device):
                 continue
             cluster = _Cluster(node.meta["phase"], node.meta["block"], [node])
             home[node] = cluster
-            for source in self.sources[node]:
-                other = home.get(source)
-                if other is not None and other is not cluster and self.may_merge(other, cluster):
-                    other.members += cluster.members
-                    home.update(dict.fromkeys(cluster.members, other))
-                    cluster = other
-        found = {id(c): c for c in home.values() if len(c.members) > 1}
-        return list(found.values())
+            before = 0
+            while before < len(cluster.members):  # what does not fit yet may fit behind another
+                before = len(cluster.members)
+                for neighbor in (*self.sources[node], *self.siblings(node)):
+                    other = home.get(neighbor)
+                    if other is None or other is cluster:
+                        continue
+                    merged = self.merged(other, cluster)
+                    if merged is not None:
+                        home.update(dict.fromkeys(merged.members, merged))
+                        cluster = merged
+        wanted = (c for n, c in home.items() if len(c.members) > 1 or n in self._absorbing)
+        return list({id(c): c for c in wanted}.values())
 
-    def may_merge(self, a: _Cluster, b: _Cluster) -> bool:
-        """Whether one op can stand for both: what they read is made before those who read them,
-        and memory does not wait for it."""
+    def siblings(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Ops of backward, where nothing is run again, that read all of a gradient which this one
+        reads, too: one op reads it once."""
+        for source in node.all_input_nodes:
+            root: fx.Node = source.meta.get("root", source)
+            phases, size = {root.meta.get("phase"), node.meta["phase"]}, _num_elements(root)
+            if phases == {"backward"} and _num_elements(node) == size and root not in self.created:
+                yield from (r for r in _readers_of(root) if _num_elements(r) == size)
+
+    def merged(self, a: _Cluster, b: _Cluster) -> _Cluster | None:
+        """Both as one, if one op can stand for them: what they read is made before those who read
+        them, and memory does not wait for it."""
         if (a.phase, a.block) != (b.phase, b.block):
-            return False
+            return None
         members = {*a.members, *b.members}
         if len(members) > MAX_OPS:
-            return False
+            return None
         if a.phase == "forward" and self.hides_a_cut(a, b):
-            return False
+            return None
         first, last = self.window(members)
-        return first < last and self.held_bytes(members, last) <= max(map(_bytes, members))
+        if first >= last:
+            return None
+        late = self.held_bytes(members, last) <= max(map(_bytes, members))
+        if not late and not self.is_free_early(members):
+            return None
+        return _Cluster(a.phase, a.block, [*a.members, *b.members], early=not late)
 
     def hides_a_cut(self, a: _Cluster, b: _Cluster) -> bool:
         """Whether `b` could be run again from a value of `a` that others read, too, and only from
@@ -197,6 +265,31 @@ class _Finder:
             if use < end and next(self._others(members, use, end), None) is not None:
                 held += _bytes(source)
         return held
+
+    def start(self, members: Iterable[fx.Node]) -> float:
+        """The first place that one op could have: the first member's, behind all that is read."""
+        first, _ = self.window(members)
+        return max(min(self.position[m] for m in members), first + 0.25)
+
+    def is_free_early(self, members: set[fx.Node]) -> bool:
+        """Whether one op in the first place that it could have holds nothing longer, and makes no
+        results before their time that take more than the members' values that are no more."""
+        start = self.start(members)
+        if self.held_bytes(members, start):
+            return False
+        end = max(self.position[m] for m in members)
+        values = [(self.position[m], v) for m in members for v in _values(m)]
+        waiting = [(at, _bytes(v)) for at, v in values if _is_read_outside(v, members)]
+        gone = [
+            (at, max(map(self.position.__getitem__, _readers_of(v)), default=at), _bytes(v))
+            for at, v in values
+            if not _is_read_outside(v, members)
+        ]
+        return all(
+            sum(size for at, size in waiting if at > place)
+            <= sum(size for at, until, size in gone if at < place < until)
+            for place in self._others(members, start, end)
+        )
 
     def _others(self, members: set[fx.Node], start: float, end: float) -> Iterator[float]:
         """Positions between two positions of ops that are no members."""
@@ -229,11 +322,12 @@ def _replace(
     first, last = finder.window(members)
     if first >= last:
         return False
-    at = min(finder.position[members[-1]], last - 0.5)
+    at = finder.start(members) if cluster.early else finder.position[members[-1]]
+    at = max(min(at, last - 0.5), first + 0.25)
     wanted = [v for m in members for v in _values(m) if _is_read_outside(v, inside)]
     if not wanted:  # dead code
         return False
-    body, reads = _body(members, wanted, module)
+    body, reads = _body(members, wanted, module, finder.created)
     name = "_".join(["fused", *dict.fromkeys(_short(m) for m in members)][:5])
     kernel = compiler(body, name)
     if kernel is None:
@@ -246,7 +340,7 @@ def _replace(
     values = tuple(v.meta["val"] for v in wanted)
     scratch = getattr(kernel, "scratch_bytes", 0)
     made.meta.update(val=values[0] if len(wanted) == 1 else values, scratch_bytes=scratch)
-    finder.position[made] = max(at, first + 0.25)
+    finder.position[made] = at
     new = [made]
     if len(wanted) > 1:
         with graph.inserting_before(anchor):
@@ -297,21 +391,27 @@ def _views_of(value: fx.Node) -> Iterator[fx.Node]:
             yield from _views_of(user)
 
 
-def _is_read_outside(value: fx.Node, inside: set[fx.Node]) -> bool:
+def _readers_of(value: fx.Node) -> Iterator[fx.Node]:
+    """The ops that read a value, or a view of it."""
     for user in value.users:
         if is_view(user):
-            if _is_read_outside(user, inside):
-                return True
-        elif user not in inside:
-            return True
-    return False
+            yield from _readers_of(user)
+        else:
+            yield user
+
+
+def _is_read_outside(value: fx.Node, inside: set[fx.Node]) -> bool:
+    return any(reader not in inside for reader in _readers_of(value))
 
 
 def _body(
-    members: Sequence[fx.Node], wanted: Sequence[fx.Node], module: fx.GraphModule
+    members: Sequence[fx.Node],
+    wanted: Sequence[fx.Node],
+    module: fx.GraphModule,
+    created: set[fx.Node],
 ) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """The members, with the views between and before them, as a graph of its own; and what it
-    reads: whole values, so that views cost nothing."""
+    """The members, with the views between and before them and what is made of numbers alone, as a
+    graph of its own; and what it reads: whole values, so that views cost nothing."""
     graph = fx.Graph()
     made = {v for m in members for v in _values(m)} | set(members)
 
@@ -322,7 +422,7 @@ def _body(
             env[node] = graph.node_copy(node, env.__getitem__)
         return env[node]
 
-    reads = _inputs(members, made)
+    reads = _inputs(members, made | created)
     env = {node: _placeholder(graph, node, k) for k, node in enumerate(reads)}
     for member in members:
         find(member)
@@ -337,7 +437,7 @@ def _placeholder(graph: fx.Graph, node: fx.Node, k: int) -> fx.Node:
 
 
 def _inputs(members: Sequence[fx.Node], made: set[fx.Node]) -> list[fx.Node]:
-    """What the members read that they do not make: the values behind views."""
+    """What the members read that is not made inside: the values behind views."""
     found: dict[fx.Node, None] = {}
 
     def visit(node: fx.Node) -> None:

@@ -108,7 +108,7 @@ def _rehearse(
     for t in given:
         t.zero_()
     run(list(given))  # the first run may try several variants, in memory of their own
-    device = inputs[0].device
+    device = wanted[0].device
     stats = partial(torch.cuda.memory_stats, device)
     before = stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats(device)
