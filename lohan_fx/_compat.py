@@ -137,15 +137,15 @@ class DynamoCapture:
 
     `inputs` are the tensors behind the graph's placeholders: the fakes of parameters, buffers and
     arguments, and real tensors that forward found elsewhere. `output_values[i]` is the example
-    (fake) value of flat output i. `unflatten(flat, arguments)`
-    builds the structure that the user's forward returns; `arguments` are the values of args and
-    then kwargs, in the order of the capture. `side_effects` names the Python state that forward
-    changes; it changed once, while tracing.
+    (fake) value of flat output i. `unflatten(module, flat, arguments)` builds the structure that
+    the user's forward returns, of what the module holds at that time; `arguments` are the values of
+    args and then kwargs, in the order of the capture. `side_effects` names the Python state that
+    forward changes; it changed once, while tracing.
     """
 
     module: fx.GraphModule
     inputs: tuple[Any, ...]
-    unflatten: Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
+    unflatten: Callable[[nn.Module, tuple[Any, ...], tuple[Any, ...]], Any]
     output_values: tuple[Any, ...]
     side_effects: tuple[str, ...]
 
@@ -211,8 +211,7 @@ def dynamo_capture(
     with TRACING, config, statistics, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         gm = dynamo_graph_capture_for_export(module)(*args, **kwargs)
-    # The bytecode that rebuilds the return value may look into the module: let it see what the
-    # module holds at that time, not what it held while tracing.
+    # torch 2.11 gives it copies of what the module held while tracing.
     gm._parameters, gm._buffers = module._parameters, module._buffers
     codegen: Any = gm.graph._codegen
     flatten, unflatten = codegen.dynamo_bytecode_flatten, codegen.dynamo_bytecode_unflatten
@@ -237,24 +236,23 @@ def dynamo_capture(
 
 class _Rebuild:
     """Dynamo's bytecode that rebuilds the return value, made callable once: PyTorch's own class
-    reads through the bytecode at every call, 10 ms for a GPT of 32 layers."""
+    reads through the bytecode at every call, 10 ms for a GPT of 32 layers. That class also holds
+    the module's parts for ever: here the module is an argument."""
 
     def __init__(self, unflatten: Any) -> None:
-        self._unflatten = unflatten
-        self._run: Callable[..., Any] | None = None
         self._flat: tuple[Any, ...] = ()
+        self._num_args: int = unflatten.input_processor.num_args
+        self._keywords: list[str] = unflatten.input_processor.kwarg_names
+        self._run: Callable[..., Any] = unflatten.out.forward_callable(
+            compiled_fn=lambda *_: self._flat, extra_globals=unflatten.f_globals
+        )
 
-    def __call__(self, flat: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
-        made = self._unflatten
-        if self._run is None:
-            self._run = made.out.forward_callable(
-                compiled_fn=lambda *_: self._flat, extra_globals=made.f_globals
-            )
-        args, kwargs = made.input_processor(arguments)
+    def __call__(self, module: nn.Module, flat: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+        args, rest = arguments[: self._num_args], arguments[self._num_args :]
         self._flat = flat
         try:
             with torch._C._DisableTorchDispatch():
-                return self._run(*args, **kwargs)
+                return self._run(module, *args, **dict(zip(self._keywords, rest, strict=True)))
         finally:
             self._flat = ()
 

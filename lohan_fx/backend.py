@@ -193,7 +193,7 @@ def _captured(joint: fx.GraphModule, num_primals: int, num_outputs: int) -> Capt
         outputs=tuple(role for _, role in returned),
         num_outputs=num_outputs,
         differentiable=tuple(r.index for r in inputs if r.kind == "tangent"),
-        unflatten=lambda flat, args, kwargs: flat,
+        unflatten=lambda module, flat, args, kwargs: flat,
         compute_dtype=None,
         device=device,
         first_names={},

@@ -84,7 +84,7 @@ def capture(
             dynamo = _compat.dynamo_capture(model, fake_args, fake_kwargs)
             _check_dynamo(model, dynamo)
             arguments = (*fake_args, *fake_kwargs.values())
-            chosen = _differentiable(dynamo, outputs, arguments) if grad else ()
+            chosen = _differentiable(model, dynamo, outputs, arguments) if grad else ()
             dynamo.isolate_outputs(chosen)
             with _compat.export_joint(dynamo.module, fake_args, fake_kwargs) as joint:
                 captured = _normalize(
@@ -232,7 +232,7 @@ def _fake_inputs(
 
 
 def _differentiable(
-    dynamo: _compat.DynamoCapture, outputs: Outputs, arguments: tuple[Any, ...]
+    model: nn.Module, dynamo: _compat.DynamoCapture, outputs: Outputs, arguments: tuple[Any, ...]
 ) -> tuple[int, ...]:
     """Indices of the flat outputs that get a tangent."""
     values = dynamo.output_values
@@ -248,7 +248,7 @@ def _differentiable(
         )
     if outputs == "all":
         return tuple(wants)
-    names = _top_level_names(dynamo, arguments)
+    names = _top_level_names(model, dynamo, arguments)
     if outputs == "auto":
         scalars = [i for i in wants if values[i].numel() == 1]
         losses = [i for i in scalars if names.get(i) == "loss"]
@@ -266,10 +266,12 @@ def _differentiable(
     return tuple(chosen)
 
 
-def _top_level_names(dynamo: _compat.DynamoCapture, arguments: tuple[Any, ...]) -> dict[int, str]:
+def _top_level_names(
+    model: nn.Module, dynamo: _compat.DynamoCapture, arguments: tuple[Any, ...]
+) -> dict[int, str]:
     """Flat output index → key, attribute or position at the top of the returned structure."""
     marks = tuple(torch.empty(0) for _ in dynamo.output_values)
-    built = dynamo.unflatten(marks, arguments)
+    built = dynamo.unflatten(model, marks, arguments)
     if isinstance(built, torch.Tensor):
         return {i: "output" for i, m in enumerate(marks) if m is built}
     if isinstance(built, Mapping):
@@ -436,8 +438,14 @@ def first_names(model: nn.Module) -> dict[str, str]:
 class _Unflatten:
     """Put args and kwargs in the order of the capture, then rebuild forward's return value."""
 
-    rebuild: Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
+    rebuild: Callable[[nn.Module, tuple[Any, ...], tuple[Any, ...]], Any]
     keywords: tuple[str, ...]
 
-    def __call__(self, flat: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.rebuild(flat, (*args, *(kwargs[name] for name in self.keywords)))
+    def __call__(
+        self,
+        module: nn.Module,
+        flat: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        return self.rebuild(module, flat, (*args, *(kwargs[name] for name in self.keywords)))

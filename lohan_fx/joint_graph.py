@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from lohan_fx import _compat
 
@@ -48,7 +48,7 @@ class Captured:
     `graph` is functional: placeholders in the order of `inputs`, one flat output tuple in the
     order of `outputs`; nodes of the forward come before those of the backward, which carry
     ``meta["phase"] == "backward"``. `differentiable` are the flat outputs that get a tangent;
-    `unflatten(flat outputs, args, kwargs)` builds what the user's forward returns.
+    `unflatten(module, flat outputs, args, kwargs)` builds what the module's forward returns.
     """
 
     graph: fx.GraphModule
@@ -56,7 +56,7 @@ class Captured:
     outputs: tuple[OutputRole, ...]
     num_outputs: int
     differentiable: tuple[int, ...]
-    unflatten: Callable[[tuple[Any, ...], tuple[Any, ...], dict[str, Any]], Any]
+    unflatten: Callable[[nn.Module, tuple[Any, ...], tuple[Any, ...], dict[str, Any]], Any]
     compute_dtype: torch.dtype | None
     device: torch.device
     first_names: Mapping[str, str]

@@ -153,7 +153,8 @@ def run_graph(
     buffers = dict(model.named_buffers(remove_duplicate=False))
     flat = pytree.tree_leaves((args, kwargs))
     marks = tuple(torch.empty(0) for _ in range(captured.num_outputs))
-    places = {id(m): i for i, m in enumerate(leaves(captured.unflatten(marks, args, dict(kwargs))))}
+    built = captured.unflatten(model, marks, args, dict(kwargs))
+    places = {id(m): i for i, m in enumerate(leaves(built))}
 
     def argument(role: Any) -> Tensor:
         if role.kind == "parameter":
@@ -177,7 +178,7 @@ def run_graph(
 
     outputs = named("output")
     user = captured.unflatten(
-        tuple(outputs[str(i)] for i in range(captured.num_outputs)), args, dict(kwargs)
+        model, tuple(outputs[str(i)] for i in range(captured.num_outputs)), args, dict(kwargs)
     )
     return Result(
         outputs=leaves(user), gradients=named("gradient"), changed=named("mutation"), rng=rng

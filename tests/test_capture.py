@@ -336,8 +336,10 @@ class Arguments(Affine):
     ids=["args", "kwargs", "dict", "varargs", "tensors", "nested", "order"],
 )
 def test_any_arguments(args: Any, kwargs: Any) -> None:
-    captured = check_exact(Arguments(), args, kwargs)
-    output = captured.unflatten((torch.tensor(1.0),) * captured.num_outputs, args, kwargs)
+    model = Arguments()
+    captured = check_exact(model, args, kwargs)
+    flat = (torch.tensor(1.0),) * captured.num_outputs
+    output = captured.unflatten(model, flat, args, kwargs)
     assert output["echo"][0] is (args[0] if args else kwargs["x"])
 
 

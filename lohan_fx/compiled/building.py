@@ -252,6 +252,7 @@ class Builder:
             parameters=Resident(memory.states, captured),
             buffers=Buffers(self._user.ref, self.options.device),
         )
+        self._programs.executors.add(executor)
         return CompiledProgram(
             workload=workload,
             plan=plan,

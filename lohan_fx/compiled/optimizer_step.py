@@ -12,6 +12,7 @@ from lohan_fx.compiled.integrity import Integrity
 from lohan_fx.compiled.programs import Programs
 from lohan_fx.metrics import Meter
 from lohan_fx.runtime.recording import Stamp
+from lohan_fx.runtime.tracebacks import locals_forgotten
 
 
 class OptimizerStep:
@@ -26,6 +27,7 @@ class OptimizerStep:
         self._integrity = integrity
         self._meter = meter
 
+    @locals_forgotten()
     def finish(self) -> None:
         """End the optimizer's work of this step: what optimizer.step() does first.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -40,6 +42,8 @@ class Programs:
         memory: what they share; made with the first of them.
         latest: the training program that ran last, or the evaluation program, if none did.
         num_evaluations: programs without backward that were made.
+        executors: of these programs and of those that were forgotten, while anybody holds them, as
+            autograd's graph of a step does.
     """
 
     def __init__(self) -> None:
@@ -47,6 +51,7 @@ class Programs:
         self.memory: Memory | None = None
         self.latest: CompiledProgram | None = None
         self.num_evaluations = 0
+        self.executors: weakref.WeakSet[Executor] = weakref.WeakSet()
         self._closer: weakref.finalize[Any, Any] | None = None
 
     @property
@@ -109,7 +114,8 @@ class Programs:
     def own_memory(self, module: nn.Module | None) -> None:
         """See that memory is given back with the model, also if an interrupt struck between."""
         if self._closer is None and self.memory is not None and module is not None:
-            self._closer = weakref.finalize(module, close_elsewhere, self.memory.close)
+            close = partial(_close, self.memory, self.executors)
+            self._closer = weakref.finalize(module, close_elsewhere, close)
 
     def abort(self) -> None:
         """End what runs, for good; nothing, if the model's end has done it."""
@@ -126,9 +132,18 @@ class Programs:
         """Join all threads, give all memory back, remove all files; nothing, if the model's end has
         done it. An interrupted call leaves the rest to another one, or to the model's end."""
         if self.memory is not None and self._closer is not None and self._closer.alive:
-            self.memory.close()
+            _close(self.memory, self.executors)
             self._closer.detach()
         self.memory = None
+
+
+def _close(memory: Memory, executors: Iterable[Executor]) -> None:
+    """Give all back, and let programs that somebody holds still have nothing of it."""
+    try:
+        memory.close()
+    finally:
+        for executor in list(executors):
+            executor.close()
 
 
 class NumWaiting:

@@ -81,7 +81,7 @@ class Runner:
                 sources = [named[r.target] if r.target else inputs[r.index] for r in wanted]
                 at = (place, next(self._numbers))
                 flat = Step.apply(executor, inputs, at, wanted, self._anchor, *sources)
-        return executor.captured.unflatten(flat, args, kwargs)
+        return executor.captured.unflatten(self._user.module, flat, args, kwargs)
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward without backward; parameters are read from their tiers."""

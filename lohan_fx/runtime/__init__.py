@@ -2,6 +2,7 @@
 an order in which one can read them:
 
 waiting               waits that an interrupt cannot break
+tracebacks            what the error of a failed step holds
 _memory, malloc       raw memory as tensors; allocators that a budget can be held with
 arena                 host memory: the slab, its layout, rings of buffers
 ssd                   a package: files striped over directories, threads that move their bytes

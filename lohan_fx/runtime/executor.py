@@ -14,6 +14,7 @@ from lohan_fx.errors import StepError
 from lohan_fx.passes.split import Halves
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.op_timing import OpTimer
+from lohan_fx.runtime.tracebacks import locals_forgotten
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +56,7 @@ class Pending:
         self.inputs = []
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Executor:
     """One program of a model.
 
@@ -88,6 +89,7 @@ class Executor:
         """The last forward that waits for its backward."""
         return self.waiting[-1] if self.waiting else None
 
+    @locals_forgotten()
     def forward(self, inputs: Sequence[Any], place: int = 0, number: int = 0) -> tuple[Any, ...]:
         """Run forward on the flattened user inputs; returns the flat outputs.
 
@@ -130,6 +132,7 @@ class Executor:
             raise
         return tuple(outputs)
 
+    @locals_forgotten()
     def backward(
         self, pending: Pending, tangents: Mapping[int, Tensor]
     ) -> dict[tuple[str, int], Tensor]:
@@ -199,6 +202,14 @@ class Executor:
         """Run no more, and hold no buffers: autograd's graph of a step holds its program for as
         long as user code holds the loss."""
         self.drop_pending()
+        self.engine.updater = None
+
+    def close(self) -> None:
+        """The model is closed, and all lanes are: hold nothing any more, as `retire`."""
+        for pending in self.waiting:
+            pending.drop()
+        self.waiting = []
+        self.engine.forget()
         self.engine.updater = None
 
     def abort(self) -> None:

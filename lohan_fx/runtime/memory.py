@@ -126,7 +126,8 @@ class Memory:
         """Join all threads, give all memory back, remove all files. A second call does what an
         interrupted one left, or nothing; so does one in a forked child, which has no threads.
 
-        Memory behind parameters that somebody still holds goes with the last of them.
+        Memory behind parameters that somebody still holds, and behind states that the optimizer
+        has, goes with the last of them.
         """
         if os.getpid() != self.pid:
             return
@@ -144,6 +145,10 @@ class Memory:
         for arena in (self.arena, self.buffer_arena, *self.moved, *self.spares):
             if arena is not None:
                 arena.close()
+        self.lanes.staging = None  # now that no write gives a buffer back
+        states = getattr(self, "states", None)
+        if states is not None:
+            states.close()
 
 
 def ssd_paths(hw: HardwareProfile, need_bytes: int) -> list[str]:

@@ -123,17 +123,17 @@ class ModelStates:
                 )
                 states.moment_names = states.optimizer.state_names()
             if states.tier == "device":
-                buffer = torch.zeros(states.num_bytes, dtype=torch.uint8, device=device)
+                flats = states.allocate(device)
             elif states.tier == "host":
-                buffer = in_slab(states.num_bytes)
+                flats = states.carve(in_slab(states.num_bytes))
             else:
                 assert self._mapping is not None
                 if unit.name in copies:
                     states.host_copy = in_slab(unit.compute_bytes).view(layout.copy_dtype)
-                buffer = self._mapping[ssd_offset : ssd_offset + states.num_bytes]
+                flats = states.carve(self._mapping[ssd_offset : ssd_offset + states.num_bytes])
                 states.offset = ssd_offset
                 ssd_offset += states.num_bytes
-            states.flats = flats = states.carve(buffer)
+            states.flats = flats
             dtype = parameters[0].dtype
             states.visible = next(
                 (f for f in (flats.master, flats.compute) if f.dtype == dtype), None
@@ -252,11 +252,11 @@ class ModelStates:
         closed; old device memory at once, unless user code looks into it.
         """
         if arena is None:
-            buffer = torch.zeros(states.num_bytes, dtype=torch.uint8, device=self.device)
+            flats = states.allocate(self.device)
         else:
-            buffer = arena.view(0, states.num_bytes)
+            flats = states.carve(arena.view(0, states.num_bytes))
             arena.register(0, states.num_bytes)
-        old, flats = states.flats, states.carve(buffer)
+        old = states.flats
         assert old is not None
         flats.copy_from(old)
         if flats.gradient is not None and old.gradient is not None:
@@ -322,6 +322,18 @@ class ModelStates:
         """Let pages of the SSD mapping that were only read leave the process."""
         if self._mapping is not None:
             forget_pages(self._mapping)
+
+    def close(self) -> None:
+        """Let go of all units. Nothing is moved: what parameters show stays while somebody holds
+        them, and so do states that the optimizer has (`give_back`).
+
+        Autograd's graph of a step holds the program, and that these states, for as long as user
+        code holds a loss.
+        """
+        self.units = []
+        self._resident = {}
+        self._mapping = None
+        self.gradients = Gradients((), None)
 
     # -- states of the optimizer, and other views -----------------------------------------------
 

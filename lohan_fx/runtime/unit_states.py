@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -127,8 +127,23 @@ class UnitStates:
             position += size
             return flat
 
+        return self._flats(compute, take, sums=sums)
+
+    def allocate(self, device: torch.device) -> Flats:
+        """Have the unit's flats on the device, zeroed, each in memory of its own: when the model is
+        closed, weights stay that the module has, and nothing else of the unit with them."""
+        layout = self.layout
+        num_copied = self.unit.compute_bytes // layout.copy_dtype.itemsize
+        compute = torch.zeros(num_copied, dtype=layout.copy_dtype, device=device)
+
+        def take() -> Tensor:
+            return torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+
+        return self._flats(compute, take, sums=True)
+
+    def _flats(self, compute: Tensor, take: Callable[[], Tensor], *, sums: bool) -> Flats:
         master = take() if self.mixed else compute
-        moments = {name: take() for name in self.moment_names} if layout.trains else {}
+        moments = {name: take() for name in self.moment_names} if self.layout.trains else {}
         gradient = take() if sums and self.unit.accumulator_bytes else None
         return Flats(compute=compute, master=master, moments=moments, gradient=gradient)
 

@@ -1,0 +1,198 @@
+"""What a closed model leaves in memory, whatever of its training user code still holds.
+
+A loss holds autograd's graph of its step, an error the frames that it passed through. Neither may
+hold states, gradients or buffers. Weights stay with the module, states with the optimizer.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import lohan_fx
+from lohan_fx.api import LohanModule
+from lohan_fx.errors import StepError
+from lohan_fx.hardware import HardwareProfile
+from lohan_fx.runtime.engine import Engine
+
+TIERS = ("device", "host", "ssd")
+Held = Literal["loss", "loss before backward", "recorder", "error", "program"]
+
+
+class Watched:
+    """Storages of a model, by what they are for."""
+
+    def __init__(self, model: LohanModule) -> None:
+        memory = model.lohan.memory
+        assert memory is not None
+        self._refs: list[tuple[str, StorageWeakRef]] = []
+        for states in memory.states.units:
+            flats = states.flats
+            assert flats is not None
+            self._add("copy", flats.compute)
+            self._add("master", flats.master)
+            self._add("sum", flats.gradient)
+            for moment in flats.moments.values():
+                self._add("moment", moment)
+        for arena in (memory.arena, memory.buffer_arena, memory.store.arena, *memory.spares):
+            if arena is not None:
+                self._add("host memory", arena.view(0, 1))
+        for program in model.lohan.programs.values():
+            for pending in program.executor.waiting:
+                for saved in pending.saved:
+                    self._add("saved", saved)
+
+    def _add(self, what: str, tensor: Tensor | None) -> None:
+        if tensor is not None and tensor.numel():
+            self._refs.append((what, StorageWeakRef(tensor.untyped_storage())))
+
+    @property
+    def kinds(self) -> set[str]:
+        return {what for what, _ in self._refs}
+
+    @property
+    def alive(self) -> set[str]:
+        gc.collect()
+        return {what for what, ref in self._refs if not ref.expired()}
+
+
+class Run:
+    """A model of four units, trained for a step; a forward waits for its backward."""
+
+    def __init__(self, hw: HardwareProfile, states: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        self.optimizer = torch.optim.AdamW(self.module.parameters())
+        self.model: Any = lohan_fx.compile(
+            self.module,
+            hw=hw,
+            optimizer=self.optimizer,
+            strategy="swap-all",
+            states=states,  # type: ignore[arg-type]
+            dtype="bf16",
+            accumulate="manual",
+            **options,
+        )
+        self.model.lohan.prepare(torch.zeros(8, 64))
+        with self.model.lohan.record() as self.recorder:
+            self.loss = self.forward()
+            self.loss.backward()
+            self.optimizer.step()
+        with self.model.no_sync():
+            self.forward().backward()  # a sum that no step takes
+        self.waiting = self.forward()
+
+    def forward(self) -> Tensor:
+        loss: Tensor = self.model(torch.randn(8, 64)).square().mean()
+        return loss
+
+    def thing(self, held: Held) -> object:
+        things: dict[Held, object] = {
+            "loss": self.loss,
+            "loss before backward": self.waiting,
+            "recorder": (self.recorder, self.recorder.timeline("step")),
+            "program": self.model.lohan.program(),
+        }
+        return things[held]
+
+
+def failed_backward(loss: Tensor, patch: pytest.MonkeyPatch) -> BaseException:
+    """Its error, which holds this frame and those that called it, as all errors do."""
+    emit = Engine.emit_gradients
+
+    def fail(engine: Engine, gradients: Any, unit: int) -> None:
+        emit(engine, gradients, unit)
+        if unit == 1:
+            raise RuntimeError("injected")
+
+    with patch.context() as context:
+        context.setattr(Engine, "emit_gradients", fail)
+        with pytest.raises(RuntimeError, match="injected") as caught:
+            loss.backward()
+    return caught.value
+
+
+@pytest.mark.parametrize("how", ["closed", "deleted"])
+@pytest.mark.parametrize("held", ["loss", "loss before backward", "recorder", "error", "program"])
+@pytest.mark.parametrize("states", TIERS)
+def test_nothing_is_left(
+    states: str, held: Held, how: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(hw, states)
+    watched = Watched(run.model)
+    assert watched.kinds >= {"copy", "master", "moment", "sum", "saved"}
+    thing = failed_backward(run.waiting, monkeypatch) if held == "error" else run.thing(held)
+    if how == "closed":
+        run.model.lohan.close()
+    del run
+    assert not watched.alive
+    if held == "loss before backward":
+        assert isinstance(thing, Tensor)
+        with pytest.raises(StepError, match="closed or deleted"):
+            thing.backward()
+
+
+def test_the_module_keeps_its_weights_alone(hw: HardwareProfile) -> None:
+    """On the device; in host memory, and in a file, all units share one piece of memory."""
+    run = Run(hw, "device")
+    watched, module = Watched(run.model), run.module
+    run.model.lohan.close()
+    wanted = [p.detach().clone() for p in module.parameters()]
+    del run
+    assert watched.alive == {"master"}
+    assert all(map(torch.equal, module.parameters(), wanted))
+
+
+def test_the_optimizer_keeps_its_states(hw: HardwareProfile) -> None:
+    run = Run(hw, "device")
+    watched, optimizer = Watched(run.model), run.optimizer
+    run.model.lohan.close()
+    del run
+    assert watched.alive == {"master", "moment"}
+    assert len(optimizer.state) == 8
+
+
+@pytest.mark.parametrize("states", TIERS)
+def test_a_step_that_failed_holds_no_activations(
+    states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its error is handled, so that the next step has their memory."""
+    run = Run(hw, states)
+    watched = Watched(run.model)
+    error = failed_backward(run.waiting, monkeypatch)
+    assert "saved" not in watched.alive
+    frames = list(_frames(error))
+    assert "_emit_gradients" in [frame.f_code.co_name for frame in frames]  # names stay
+    run.model.lohan.close()
+
+
+def test_locals_of_an_error_that_was_handled_before_stay(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the user's."""
+    run = Run(hw, "host")
+
+    def own() -> None:
+        mine = "a local of the user's"
+        raise ValueError(len(mine))
+
+    try:
+        own()
+    except ValueError as error:
+        failed_backward(run.waiting, monkeypatch)
+        *_, last = _frames(error)
+        assert last.f_locals == {"mine": "a local of the user's"}
+    run.model.lohan.close()
+
+
+def _frames(error: Any) -> Iterator[Any]:
+    entry = error.__traceback__
+    while entry is not None:
+        yield entry.tb_frame
+        entry = entry.tb_next
