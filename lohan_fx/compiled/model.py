@@ -275,10 +275,10 @@ class CompiledModel:
         """Join all threads, give all memory back, remove all files.
 
         The model is an ordinary module again, with its weights, and the optimizer has its states
-        again; both stay in the memory where they are until they are collected (units in host memory,
-        and those on SSDs, share theirs: one weight holds all of it). Nothing else stays, whatever
-        user code holds: losses, errors of steps, programs. If it is interrupted, another call goes
-        on.
+        again; both stay in the memory where they are until they are collected (units in host
+        memory, and those on SSDs, share theirs: one weight holds all of it). Nothing else stays,
+        whatever user code holds: losses, errors of steps, programs. If it is interrupted, another
+        call goes on.
         """
         programs = self._programs
         programs.own_memory(self._user.ref())
