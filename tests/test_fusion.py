@@ -525,7 +525,8 @@ def test_what_a_llamas_layer_launches() -> None:
     backward = launches(graph, "model.layers.1", "backward")
     assert [name.rpartition("_")[0] if "fused" in name else name for name in backward] == [
         *["aten.mm"] * 2,
-        "fused_mul_silu_backward",  # gradients of both factors
+        "aten.mul.Tensor",  # with the other factor's gradient it would take more memory at once
+        "fused_mul_silu_backward",
         *["aten.mm"] * 4,
         "fused_add_mul_sum_to_copy",  # the norm
         *["aten.mm"] * 2,
@@ -650,6 +651,18 @@ def test_readers_of_one_gradient_are_one_op(phase: str) -> None:
     of_x = draft(aten.exp.default, x, phase=phase)  # an input: it is there anyway
     draft.finish(sine, cosine, total, of_x)
     assert draft.clusters() == ([{sine, cosine}] if phase == "backward" else [])
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_readers_of_one_gradient_that_take_more_memory_at_once(is_kept: bool) -> None:
+    """One's other factor is gone when the other's result is made."""
+    draft = Draft()
+    x = draft.placeholder("x")
+    gone, product = (draft(aten.mm.default, x, x, phase="backward") for _ in "ab")
+    one = draft(aten.mul.Tensor, product, gone, phase="backward")
+    two = draft(aten.sin.default, product, phase="backward")
+    draft.finish(one, two, *[gone] * is_kept)
+    assert draft.clusters() == ([{one, two}] if is_kept else [])
 
 
 def test_random_and_mutating_ops_are_left_alone() -> None:

@@ -7,7 +7,7 @@ import heapq
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -73,6 +73,14 @@ class _Cluster:
     block: str
     members: list[fx.Node] = field(default_factory=list)
     early: bool = False
+
+
+class _Life(NamedTuple):
+    """Where a value is made and read last, by position, and its size."""
+
+    start: float
+    end: float
+    num_bytes: int
 
 
 def fuse(
@@ -204,11 +212,12 @@ class _Finder:
             before = 0
             while before < len(cluster.members):  # what does not fit yet may fit behind another
                 before = len(cluster.members)
-                for neighbor in (*self.sources[node], *self.siblings(node)):
+                sources = self.sources[node]
+                for neighbor in (*sources, *self.siblings(node)):
                     other = home.get(neighbor)
                     if other is None or other is cluster:
                         continue
-                    merged = self.merged(other, cluster)
+                    merged = self.merged(other, cluster, beside=neighbor not in sources)
                     if merged is not None:
                         home.update(dict.fromkeys(merged.members, merged))
                         cluster = merged
@@ -224,9 +233,10 @@ class _Finder:
             if phases == {"backward"} and _num_elements(node) == size and root not in self.created:
                 yield from (r for r in _readers_of(root) if _num_elements(r) == size)
 
-    def merged(self, a: _Cluster, b: _Cluster) -> _Cluster | None:
+    def merged(self, a: _Cluster, b: _Cluster, *, beside: bool = False) -> _Cluster | None:
         """Both as one, if one op can stand for them: what they read is made before those who read
-        them, and memory does not wait for it."""
+        them, and memory does not wait for it. Clusters `beside` each other, neither of which reads
+        the other, need not be one: not if both at once take more memory."""
         if (a.phase, a.block) != (b.phase, b.block):
             return None
         members = {*a.members, *b.members}
@@ -239,6 +249,8 @@ class _Finder:
             return None
         late = self.held_bytes(members, last) <= max(map(_bytes, members))
         if not late and not self.is_free_early(members):
+            return None
+        if beside and not self.takes_no_more(members):
             return None
         return _Cluster(a.phase, a.block, [*a.members, *b.members], early=not late)
 
@@ -278,18 +290,38 @@ class _Finder:
         if self.held_bytes(members, start):
             return False
         end = max(self.position[m] for m in members)
-        values = [(self.position[m], v) for m in members for v in _values(m)]
-        waiting = [(at, _bytes(v)) for at, v in values if _is_read_outside(v, members)]
-        gone = [
-            (at, max(map(self.position.__getitem__, _readers_of(v)), default=at), _bytes(v))
-            for at, v in values
-            if not _is_read_outside(v, members)
-        ]
+        inner, results = self.lives(members)
         return all(
-            sum(size for at, size in waiting if at > place)
-            <= sum(size for at, until, size in gone if at < place < until)
+            sum(v.num_bytes for v in results if v.start > place)
+            <= sum(v.num_bytes for v in inner if v.start < place < v.end)
             for place in self._others(members, start, end)
         )
+
+    def takes_no_more(self, members: set[fx.Node]) -> bool:
+        """Whether one op, which needs all that it reads and makes at once, takes no more memory
+        than the members, one after another."""
+        inner, results = self.lives(members)
+        read = [
+            _Life(self.position[s], max(self.position[r] for r in self.readers[s]), _bytes(s))
+            for s in {s for m in members for s in self.sources[m]} - members
+            if s.op == "call_function"
+        ]
+        most = max(
+            sum(v.num_bytes for v in inner + results + read if v.start <= place <= v.end)
+            for place in map(self.position.__getitem__, members)
+        )
+        return sum(v.num_bytes for v in results + read) <= most
+
+    def lives(self, members: set[fx.Node]) -> tuple[list[_Life], list[_Life]]:
+        """The members' values: those that members alone read, and results."""
+        inner: list[_Life] = []
+        results: list[_Life] = []
+        for m in members:
+            for v in _values(m):
+                end = max(map(self.position.__getitem__, _readers_of(v)), default=self.position[m])
+                kind = results if _is_read_outside(v, members) else inner
+                kind.append(_Life(self.position[m], end, _bytes(v)))
+        return inner, results
 
     def _others(self, members: set[fx.Node], start: float, end: float) -> Iterator[float]:
         """Positions between two positions of ops that are no members."""
