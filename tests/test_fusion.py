@@ -1,6 +1,6 @@
 """Fused steps: which ops become one, and that nothing else changes.
 
-Bodies of fused ops are interpreted, which is eager to the bit; only a slow test compiles them.
+Bodies of fused ops are interpreted, which is eager to the bit; few tests compile them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lohan_fx
 import lohan_fx.compiled.building
 from lohan_fx._compat import OpOverload, fake_mode
-from lohan_fx.annotate import is_getitem, is_view, mark_blocks, mark_roots, tensors_of
+from lohan_fx.annotate import (
+    annotate,
+    is_getitem,
+    is_view,
+    mark_blocks,
+    mark_roots,
+    tensors_of,
+    unit_layouts,
+)
 from lohan_fx.api import LohanModule
 from lohan_fx.capture import Captured, capture
 from lohan_fx.fusion import Kernels, align, clusters, fuse
@@ -28,7 +36,8 @@ from lohan_fx.fusion.clusters import Kernel, _Finder, _replace, _sort
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.joint_graph import is_random, op_name
 from lohan_fx.models.gpt import GPT
-from tests.captured import check_exact, run_eager, run_graph
+from lohan_fx.planners import make_plan
+from tests.captured import BUDGET, HW, STATES, check_exact, run_eager, run_graph
 from tests.captured import step as captured_step
 from tests.models import MLP, loss_of, make
 from tests.training import (
@@ -549,6 +558,25 @@ def test_llamas_layers_share_their_kernels() -> None:
         fuse(capture(model, (), inputs, dtype=torch.bfloat16), model, kernels)
         counts.append(kernels.count)
     assert counts[0] == counts[1] < 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strategy", ["keep-all", "recompute-all"])
+def test_fused_llamas_take_no_more_memory(strategy: str, dtype: torch.dtype) -> None:
+    """An op has all that it reads and makes at once; a step's peak is where that is most."""
+    model, inputs = attending_llama(2)
+    inputs |= dict.fromkeys(("input_ids", "labels"), torch.zeros(4, 64, dtype=torch.int64))
+    trained = [name for name, _ in model.named_parameters()]
+    layouts = unit_layouts(model, trained, STATES)
+
+    def peak_bytes(captured: Captured) -> int:
+        workload = annotate(captured, model, layouts, STATES, HW)
+        return make_plan(strategy, workload, HW, BUDGET).prediction.peak_device_bytes
+
+    captured = capture(model, (), inputs, dtype=dtype)
+    plain = peak_bytes(captured.clone())
+    assert fuse(captured, model, Kernels(CPU, compiled=False))
+    assert peak_bytes(captured) <= plain
 
 
 def test_fused_llamas_are_exact() -> None:

@@ -51,6 +51,7 @@ _FUSIBLE = frozenset(
 """Ops without ``torch.Tag.pointwise`` that Inductor fuses with others."""
 
 _JOINING = frozenset({"aten.cat", "aten.stack"})
+"""Ops that are limited to `MAX_PIECES`."""
 
 _CREATING = frozenset({"aten.arange", "aten.full", "aten.ones", "aten.scalar_tensor", "aten.zeros"})
 """Ops that make a tensor of numbers alone. A kernel has what it needs of them in registers."""
