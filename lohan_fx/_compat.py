@@ -9,11 +9,12 @@ import builtins
 import contextlib
 import functools
 import logging
+import operator
 import re
 import threading
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -476,6 +477,14 @@ def make_wrapper_subclass(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
     )
 
 
+_VERSION: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """`version_of` each."""
+    return [*map(_VERSION, tensors)]
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How many times the tensor was written in place through itself or a view of it."""
     return int(tensor._version)
@@ -510,6 +519,35 @@ def inductor_kernel(
         made = compile_fx_inner(module, list(inputs))
     # without what surrounds it, for profilers and metrics of compilation, at every call
     return getattr(made, "current_callable", None) or made
+
+
+class ModuleParts:
+    """Read the dict of an nn.Module, faster than its attributes.
+
+    Attributes:
+        names: keys in the dict of every module that is one in Python (TorchScript's lack some).
+        backward: its backward hooks, of both kinds.
+    """
+
+    names = frozenset(
+        {"training", "_modules", "_parameters", "_backward_hooks", "_backward_pre_hooks"}
+    )
+    training: Callable[[Any], bool] = operator.itemgetter("training")
+    children: Callable[[Any], dict[str, nn.Module | None]] = operator.itemgetter("_modules")
+    parameters: Callable[[Any], dict[str, nn.Parameter | None]] = operator.itemgetter("_parameters")
+    backward: tuple[Callable[[Any], Any], ...] = (
+        operator.itemgetter("_backward_hooks"),
+        operator.itemgetter("_backward_pre_hooks"),
+    )
+
+
+_BACKWARD_HOOKS = operator.attrgetter("_backward_hooks")
+_GRADIENT_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
+
+
+def have_gradient_hooks(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether `gradient_hook` finds one at any of them."""
+    return any(map(_BACKWARD_HOOKS, parameters)) or any(map(_GRADIENT_HOOKS, parameters))
 
 
 def gradient_hook(parameter: torch.Tensor) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lohan_fx.errors import CaptureError
@@ -45,24 +44,26 @@ class Signature(NamedTuple):
 
 
 def signature_of(
-    model: nn.Module,
-    parameters: Iterable[nn.Parameter],
+    modes: tuple[bool, ...],
+    trains: tuple[bool, ...],
     device: torch.device,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    grad: bool,
 ) -> Signature:
-    """The signature of a call.
+    """The signature of a call, of a model with these `modes` and `trains`.
 
     Raises:
         CaptureError: an input is neither a tensor nor hashable.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    grad = torch.is_grad_enabled() and (
+        any(trains) or any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+    )
     autocast = torch.is_autocast_enabled(device.type)
     return Signature(
         grad=grad,
-        modes=tuple(m.training for m in model.modules()),
-        trains=tuple(p.requires_grad for p in parameters),
+        modes=modes,
+        trains=trains,
         autocast=torch.get_autocast_dtype(device.type) if autocast else None,
         structure=str(spec),
         leaves=tuple(_leaf(leaf, grad) for leaf in leaves),

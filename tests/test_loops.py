@@ -264,7 +264,9 @@ def test_the_last_batch_is_smaller_and_lengths_vary(
 
 
 def _signature(model: nn.Module, *args: Any, **kwargs: Any) -> Signature:
-    return signature_of(model, model.parameters(), torch.device("cpu"), args, kwargs, True)
+    modes = tuple(module.training for module in model.modules())
+    trains = tuple(p.requires_grad for p in model.parameters())
+    return signature_of(modes, trains, torch.device("cpu"), args, kwargs)
 
 
 def test_messages_name_what_differs() -> None:

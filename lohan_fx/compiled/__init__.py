@@ -1,6 +1,7 @@
 """A compiled model. Its modules, in an order in which one can read them:
 
 options           what was asked for
+structure         what a forward asks of all modules and parameters
 user_module       the user's module under the class that replaced its own
 grad_mode         autograd's mode, which an interrupt must not change
 hooks, notices    hooks, ours and theirs; what is said once in the log

@@ -83,9 +83,9 @@ class Builder:
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> CompiledProgram:
         """Make the program for these inputs."""
         options, training, user = self.options, self._training, self._user
-        user.walk()
         if grad:
-            refuse_uncalled(training.names, user.parameters(), user.inner)
+            seen = user.look()
+            refuse_uncalled(training.names, seen.named, seen.inner)
         with self.stage("capture"):
             captured = self._capture(args, kwargs, grad)
         if options.fused:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
 from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lohan_fx.compiled.building import Builder
 from lohan_fx.compiled.notices import Notices
 from lohan_fx.compiled.programs import CompiledProgram, Programs
-from lohan_fx.compiled.user_module import UserModule
+from lohan_fx.compiled.structure import Seen
 from lohan_fx.errors import CaptureError
 from lohan_fx.signature import Signature, difference, signature_of
 
@@ -28,25 +22,15 @@ growing sequences of generation, runs op by op (`runtime.eager`)."""
 class Lookup:
     """Finds programs by signature, and has those made that are not there."""
 
-    def __init__(
-        self, user: UserModule, programs: Programs, builder: Builder, notices: Notices
-    ) -> None:
-        self._user = user
+    def __init__(self, programs: Programs, builder: Builder, notices: Notices) -> None:
         self._programs = programs
         self._builder = builder
         self._notices = notices
         self._uncapturable: set[Signature] = set()
 
-    def signature(
-        self, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Signature:
-        """What a program for these inputs is found by, of a model with these parameters."""
-        leaves = itertools.chain(named.values(), pytree.tree_leaves((args, kwargs)))
-        grad = torch.is_grad_enabled() and any(
-            isinstance(x, Tensor) and x.requires_grad for x in leaves
-        )
-        device = self._builder.options.device
-        return signature_of(self._user.module, named.values(), device, args, kwargs, grad)
+    def signature(self, seen: Seen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+        """What a program for these inputs is found by, of a model that looks so."""
+        return signature_of(seen.modes, seen.trains, self._builder.options.device, args, kwargs)
 
     def program(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Signature

@@ -74,7 +74,7 @@ class CompiledModel:
         self._training = training = training_of(model, optimizer, options, NumWaiting(programs))
         self.integrity = Integrity(programs, training.accumulation)
         self.builder = Builder(user, options, training, self.arriving, programs)
-        self._lookup = Lookup(user, programs, self.builder, self._notices)
+        self._lookup = Lookup(programs, self.builder, self._notices)
         self._replanner = Replanner(programs, self.builder, self._notices)
         self._runner = Runner(
             user, options, training, programs, self.integrity, self._lookup, self._replanner
@@ -179,9 +179,9 @@ class CompiledModel:
         with grad_mode_kept(), _outside_inference_mode():
             self._programs.clear_unfinished()
             self.integrity.check_step()
-            named = self._user.parameters()
-            take_over_parameters(self._programs, named)
-            key = self._lookup.signature(named, args, kwargs)
+            seen = self._user.look()
+            take_over_parameters(self._programs, seen.named)
+            key = self._lookup.signature(seen, args, kwargs)
             return self._lookup.program(args, kwargs, key)
 
     def take_over(self) -> None:
@@ -275,10 +275,10 @@ class CompiledModel:
         """Join all threads, give all memory back, remove all files.
 
         The model is an ordinary module again, with its weights, and the optimizer has its states
-        again; both stay in the memory where they are until they are collected (units in host
-        memory, and those on SSDs, share theirs: one weight holds all of it). Nothing else stays,
-        whatever user code holds: losses, errors of steps, programs. If it is interrupted, another
-        call goes on.
+        again; both stay in the memory where they are until they are collected. (Units in host
+        memory share theirs, and so do those on SSDs: one weight holds all of it.) Nothing else
+        stays, whatever user code holds: losses, errors of steps, programs. If it is interrupted,
+        another call goes on.
         """
         programs = self._programs
         programs.own_memory(self._user.ref())

@@ -56,15 +56,17 @@ class Runner:
         inputs = [self._input(x) for x in pytree.tree_leaves((args, kwargs))]
         programs.clear_unfinished()
         self._integrity.check_step()
-        named = self._user.parameters()  # walking through modules once: it takes a millisecond
+        seen = self._user.look()
+        named = seen.named
         take_over_parameters(programs, named)
         programs.end_interrupted()
-        grad = torch.is_grad_enabled() and any(p.requires_grad for p in named.values())
+        grad = torch.is_grad_enabled() and any(seen.trains)
         if grad:
-            refuse_uncalled(self._training.names, named, self._user.inner)
+            if seen.hooked:
+                refuse_uncalled(self._training.names, named, seen.inner)
         elif foreign_input(args, kwargs):
             return self._run_eagerly(args, kwargs)
-        key = lookup.signature(named, args, kwargs)
+        key = lookup.signature(seen, args, kwargs)
         program = (lookup.program if key.grad else lookup.evaluation)(args, kwargs, key)
         if program is None:
             return self._run_eagerly(args, kwargs)
@@ -144,11 +146,11 @@ def take_over_parameters(programs: Programs, named: Mapping[str, nn.Parameter]) 
     memory = programs.memory
     if memory is None:
         return
-    known = {id(p) for unit in memory.states.units for p in unit.parameters}
-    for name, p in named.items():
-        if id(p) not in known:
-            raise StepError(
-                f"parameter {name} is another tensor than when the model was compiled: call "
-                "model.lohan.close() before replacing layers, and compile again"
-            )
+    known = memory.states.parameter_ids
+    if not known.issuperset(map(id, named.values())):
+        name = next(name for name, p in named.items() if id(p) not in known)
+        raise StepError(
+            f"parameter {name} is another tensor than when the model was compiled: call "
+            "model.lohan.close() before replacing layers, and compile again"
+        )
     memory.states.sync_from_user(behind=programs.behind)

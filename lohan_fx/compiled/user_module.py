@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lohan_fx._compat import without_hooks
+from lohan_fx.compiled.structure import Seen, Structure
 from lohan_fx.errors import StepError
 
 
@@ -22,13 +23,12 @@ class UserModule:
 
     Attributes:
         ref: the module.
-        inner: the modules inside, by name, as `walk` found them.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.ref = weakref.ref(module)
-        self.inner: list[tuple[str, nn.Module]] = []
         self._class = type(module)
+        self._structure: Structure | None = None
         self._forward = module.__dict__.get("forward")  # of the instance alone, as wrappers set it
 
     @property
@@ -43,9 +43,16 @@ class UserModule:
             raise StepError("the compiled model has been deleted")
         return module
 
-    def walk(self) -> None:
-        """Find the modules inside: without the module, which is held weakly."""
-        self.inner = list(self.module.named_modules())[1:]
+    def look(self) -> Seen:
+        """The module as it is now: parameters, modes, hooks. Does not wait for updates."""
+        module, structure = self.module, self._structure
+        seen = structure.seen(module) if structure is not None else None
+        if seen is None:
+            structure = Structure(module, self._class, self.parameters())
+            self._structure = structure if structure.is_plain else None
+            seen = structure.seen(module)
+            assert seen is not None
+        return seen
 
     def named_parameters(self, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As the user's class names them, without waiting for updates (`LohanModule`)."""
@@ -84,6 +91,7 @@ class UserModule:
         """Make the module an ordinary one again, if it is this compiled model's still."""
         module = self.ref()
         if module is not None and module.__dict__.get("_lohan") is compiled:
+            self._structure = None
             module.__class__ = self._class
             del module.__dict__["_lohan"]
             if self._forward is not None:

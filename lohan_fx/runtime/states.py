@@ -68,6 +68,7 @@ class ModelStates:
 
     Attributes:
         units: the states of each, in the order of `units`.
+        parameter_ids: of the parameters of all units.
         gradients: what stands in ``.grad`` of the parameters that are trained.
     """
 
@@ -139,6 +140,7 @@ class ModelStates:
                 (f for f in (flats.master, flats.compute) if f.dtype == dtype), None
             )
             self.units.append(states)
+        self.parameter_ids = frozenset(id(p) for s in self.units for p in s.parameters)
         self.gradients = Gradients(self.trained, file)
         try:
             self._take_over(model, optimizer, source)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from lohan_fx._compat import version_of
+from lohan_fx._compat import version_of, versions_of
 from lohan_fx.annotate import UnitLayout
 from lohan_fx.footprint import PAGE_BYTES, align, unit_bytes
 from lohan_fx.initialization import realize
@@ -56,6 +56,7 @@ class UnitStates:
     parked: bool = False
     taken: bool = False
     versions: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
     sums: list[bool] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     lent: list[LentGradient] = field(default_factory=list)
@@ -169,10 +170,16 @@ class UnitStates:
                     realize(p, part.memory.data)  # a version of its own: updates are not the user's
                 else:
                     p.data = part.memory
-        self.versions = [version_of(p) for p in self.parameters]
+        self.versions = versions_of(self.parameters)
+        self.addresses = _addresses(self.parameters)
 
     def written(self) -> list[int]:
         """The parameters that user code wrote to, or gave other memory, since they were exposed."""
+        if (
+            versions_of(self.parameters) == self.versions
+            and _addresses(self.parameters) == self.addresses
+        ):
+            return []
         return [
             i
             for i, p in enumerate(self.parameters)
@@ -256,3 +263,7 @@ class UnitStates:
             self.flip()
         self.spare = None
         # the second memory stays as it is: a state_dict() that somebody holds may look into it
+
+
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return [*map(Tensor.data_ptr, tensors)]
