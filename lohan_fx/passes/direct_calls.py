@@ -67,7 +67,7 @@ def _direct(graph: fx.Graph) -> None:
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
-    for node in seen.values():
+    for node in reversed(seen.values()):
         if node.users:
             node.op, node.target = "call_method", _METHODS[node.target]
         else:
