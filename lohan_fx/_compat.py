@@ -11,6 +11,7 @@ import functools
 import logging
 import operator
 import re
+import sys
 import threading
 import warnings
 from collections import Counter, OrderedDict
@@ -519,6 +520,14 @@ def inductor_kernel(
         made = compile_fx_inner(module, list(inputs))
     # without what surrounds it, for profilers and metrics of compilation, at every call
     return getattr(made, "current_callable", None) or made
+
+
+def is_generated(file: str) -> bool:
+    """Whether torch made the code that has this file name: of a graph module, or around kernels."""
+    inductor = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    return file.startswith("<eval_with_key>") or (
+        inductor is not None and file.startswith(inductor.cache_dir())
+    )
 
 
 class ModuleParts:
