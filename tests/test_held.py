@@ -20,6 +20,8 @@ from lohan_fx.api import LohanModule
 from lohan_fx.errors import StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime.engine import Engine
+from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.states import ModelStates
 
 TIERS = ("device", "host", "ssd")
 Held = Literal["loss", "loss before backward", "recorder", "error", "program"]
@@ -189,6 +191,58 @@ def test_locals_of_an_error_that_was_handled_before_stay(
         *_, last = _frames(error)
         assert last.f_locals == {"mine": "a local of the user's"}
     run.model.lohan.close()
+
+
+def test_locals_of_an_error_that_a_failed_step_came_from_stay(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the user's, of an op's own error, too; ours are not."""
+    run = Run(hw, "host")
+
+    def own(*_: Any) -> None:
+        mine = "a local of the user's"
+        raise ValueError(len(mine))
+
+    with pytest.raises(ValueError, match="21") as kept:
+        own()
+
+    def fail(*_: Any) -> None:
+        theirs = "a local of a frame that ours called"
+        raise RuntimeError(len(theirs)) from kept.value
+
+    with monkeypatch.context() as context:
+        context.setattr(Engine, "emit_gradients", fail)
+        with pytest.raises(RuntimeError) as caught:
+            run.waiting.backward()
+    *_, last = _frames(kept.value)
+    assert last.f_locals["mine"] == "a local of the user's"
+    *outer, last = _frames(caught.value)
+    assert last.f_locals["theirs"] == "a local of a frame that ours called"
+    cleared = {f.f_code.co_name: f.f_locals for f in outer if "lohan_fx" in f.f_code.co_filename}
+    assert cleared["_emit_gradients"] == {}
+    run.model.lohan.close()
+
+
+def test_an_interrupted_close(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs then says what to do; programs have what lanes may still use."""
+    run = Run(hw, "host")
+    executor = run.model.lohan.program().executor
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    for owner, name in ((Lane, "close"), (ModelStates, "close")):
+        with monkeypatch.context() as context:
+            context.setattr(owner, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run.model.lohan.close()
+        assert (executor.engine.updater is None) == (owner is ModelStates)
+        for use in (run.forward, lambda: run.model.lohan.prepare(torch.zeros(8, 64))):
+            with pytest.raises(StepError, match=r"closed in part, .* interrupted: call it again"):
+                use()
+    run.model.lohan.close()
+    assert not isinstance(run.model, LohanModule)
+    run.forward().backward()
 
 
 def _frames(error: Any) -> Iterator[Any]:

@@ -173,8 +173,8 @@ class CompiledModel:
 
         Raises:
             StepError: backward has begun a step that optimizer.step() has not ended, whose
-                gradients are in buffers that a new program may replace; or as forward, about
-                parameters.
+                gradients are in buffers that a new program may replace; the model is closed in
+                part; or as forward, about parameters.
         """
         with grad_mode_kept(), _outside_inference_mode():
             self._programs.clear_unfinished()
@@ -289,6 +289,7 @@ class CompiledModel:
         programs.abort()  # before states are read: of a step that never ends
         if self.optimizer_states is not None:
             self.optimizer_states.give_back()
+        programs.closing = True  # the model goes on without us, or not at all
         if programs.memory is not None:
             programs.memory.states.gradients.forget_dtypes()
         programs.forget_all()

@@ -44,6 +44,7 @@ class Programs:
         num_evaluations: programs without backward that were made.
         executors: of these programs and of those that were forgotten, while anybody holds them, as
             autograd's graph of a step does.
+        closing: `CompiledModel.close` has begun to take the model apart.
     """
 
     def __init__(self) -> None:
@@ -51,6 +52,7 @@ class Programs:
         self.memory: Memory | None = None
         self.latest: CompiledProgram | None = None
         self.num_evaluations = 0
+        self.closing = False
         self.executors: weakref.WeakSet[Executor] = weakref.WeakSet()
         self._closer: weakref.finalize[Any, Any] | None = None
 
@@ -138,12 +140,16 @@ class Programs:
 
 
 def _close(memory: Memory, executors: Iterable[Executor]) -> None:
-    """Give all back, and let programs that somebody holds still have nothing of it."""
+    """Give all back, and let programs that somebody holds still have nothing of it.
+
+    An interrupt may leave lanes running, which use what programs have: another call does the rest.
+    """
     try:
         memory.close()
     finally:
-        for executor in list(executors):
-            executor.close()
+        if memory.lanes.joined:
+            for executor in list(executors):
+                executor.close()
 
 
 class NumWaiting:
