@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lohan_fx.compiled.ending import Ending
 from lohan_fx.compiled.grad_mode import grad_mode_kept
 from lohan_fx.compiled.integrity import Integrity
 from lohan_fx.compiled.programs import Programs
@@ -68,12 +69,14 @@ class StepHook:
     A closure runs first, with gradients as they are; what it leaves is the step's.
     """
 
-    def __init__(self, step: OptimizerStep) -> None:
+    def __init__(self, step: OptimizerStep, ending: Ending) -> None:
         self._step = weakref.ref(step)
+        self._ending = ending
 
     def __call__(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._ending.check_step()
         step = self._step()
         if step is None:
             return None
