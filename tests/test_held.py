@@ -27,6 +27,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lanes import Lane
 from lohan_fx.runtime.states import ModelStates
+from lohan_fx.runtime.updates import Updater
 
 TIERS = ("device", "host", "ssd")
 Held = Literal["loss", "loss before backward", "recorder", "error", "program"]
@@ -335,6 +336,27 @@ def test_a_model_that_another_thread_deletes(
     thread.start()
     thread.join()
     assert len(pair.optimizer.state_dict()["state"]) == 8
+    pair.check()
+
+
+def test_a_model_is_not_deleted_in_the_middle_of_a_step(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though garbage collection strikes there, and nobody holds it."""
+    pair = Pair(hw, states="host", schedule="serial")
+    pair.backward()
+    vars(pair.models[1])["cycle"] = [pair.models[1]]
+    del pair.handle, pair.models[1]
+    finish = Updater.finish
+
+    def collect(updater: Updater) -> None:
+        gc.collect()
+        finish(updater)
+        gc.collect()
+
+    monkeypatch.setattr(Updater, "finish", collect)
+    pair.step()
+    gc.collect()
     pair.check()
 
 

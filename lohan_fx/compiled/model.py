@@ -89,7 +89,12 @@ class CompiledModel:
             )
             self._hooks = [
                 *_optimizer_hooks(
-                    optimizer, programs.ending, self._step, self.optimizer_states, self.integrity
+                    optimizer,
+                    StepHook(self._step, programs.ending, model),
+                    programs.ending,
+                    self._step,
+                    self.optimizer_states,
+                    self.integrity,
                 ),
                 *_model_hooks(model, self.integrity, self.arriving),
                 NoCopies(optimizer, model),
@@ -319,6 +324,7 @@ def _outside_inference_mode() -> Iterator[None]:
 
 def _optimizer_hooks(
     optimizer: Optimizer,
+    before_step: StepHook,
     ending: Ending,
     step: OptimizerStep,
     states: OptimizerStates,
@@ -326,7 +332,7 @@ def _optimizer_hooks(
 ) -> list[RemovableHandle]:
     """Hooks on step(), state_dict() and load_state_dict() of the optimizer."""
     return [
-        optimizer.register_step_pre_hook(StepHook(step, ending)),
+        optimizer.register_step_pre_hook(before_step),
         optimizer.register_step_post_hook(Call(step, OptimizerStep.show_gradients)),
         optimizer.register_state_dict_pre_hook(ending),
         optimizer.register_state_dict_pre_hook(Call(states, OptimizerStates.lend)),
