@@ -11,6 +11,7 @@ import functools
 import logging
 import operator
 import re
+import sys
 import threading
 import warnings
 from collections import Counter, OrderedDict
@@ -43,7 +44,11 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing import reductions
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 
 __all__ = [
     "TRACING",
@@ -519,6 +524,22 @@ def inductor_kernel(
         made = compile_fx_inner(module, list(inputs))
     # without what surrounds it, for profilers and metrics of compilation, at every call
     return getattr(made, "current_callable", None) or made
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Ops in the block make real tensors without gradients, whatever mode this thread is in."""
+    functions = torch._C.DisableTorchFunction()
+    with _disable_current_modes(), functions, torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def is_generated(file: str) -> bool:
+    """Whether torch made the code that has this file name: of a graph module, or around kernels."""
+    inductor = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    return file.startswith("<eval_with_key>") or (
+        inductor is not None and file.startswith(inductor.cache_dir())
+    )
 
 
 class ModuleParts:

@@ -7,6 +7,7 @@ grad_mode         autograd's mode, which an interrupt must not change
 hooks, notices    hooks, ours and theirs; what is said once in the log
 training          what is trained, from which gradients, in which layout
 arriving          values that wait for memory
+ending            the memory of a model that ends, and its optimizer
 programs          the programs by signature, and the memory that they share
 allocation        the memory that a plan needs
 fitting           a plan within budget

@@ -58,7 +58,7 @@ class NoCopies:
 
     Args:
         optimizer: the user's. It may be that of several models.
-        owner: what has the states; held weakly. Without it copies are as ever.
+        owner: the module whose tiers have them; held weakly. Without it copies are as ever.
     """
 
     def __init__(self, optimizer: Optimizer, owner: object) -> None:

@@ -65,8 +65,12 @@ class Integrity:
 
         Raises:
             StepError, StorageError: as `check_whole`; or backward has begun a step that
-                optimizer.step() has not ended.
+                optimizer.step() has not ended; or the model is closed in part.
         """
+        if self._programs.closing:
+            raise StepError(
+                "the model is closed in part, as model.lohan.close() was interrupted: call it again"
+            )
         self._check_loaded()
         updater = self._programs.updater
         if updater is None:

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lohan_fx.compiled.arriving import Arriving
 from lohan_fx.compiled.building import Builder
+from lohan_fx.compiled.ending import Ending
 from lohan_fx.compiled.grad_mode import grad_mode_kept
 from lohan_fx.compiled.hooks import Call, NoCopies, SubmoduleCall
 from lohan_fx.compiled.integrity import Integrity
@@ -68,7 +69,7 @@ class CompiledModel:
         self.arriving = Arriving(source=source)
         self.resetting = False
         self._user = user = UserModule(model)
-        self._programs = programs = Programs()
+        self._programs = programs = Programs(optimizer)
         self._notices = Notices()
         self._meter = Meter()
         self._training = training = training_of(model, optimizer, options, NumWaiting(programs))
@@ -87,9 +88,16 @@ class CompiledModel:
                 user, optimizer, training, self.arriving, programs, self.integrity
             )
             self._hooks = [
-                *_optimizer_hooks(optimizer, self._step, self.optimizer_states, self.integrity),
+                *_optimizer_hooks(
+                    optimizer,
+                    StepHook(self._step, programs.ending, model),
+                    programs.ending,
+                    self._step,
+                    self.optimizer_states,
+                    self.integrity,
+                ),
                 *_model_hooks(model, self.integrity, self.arriving),
-                NoCopies(optimizer, self.optimizer_states),
+                NoCopies(optimizer, model),
             ]
             _forget_meta_states(model, optimizer)
 
@@ -173,8 +181,8 @@ class CompiledModel:
 
         Raises:
             StepError: backward has begun a step that optimizer.step() has not ended, whose
-                gradients are in buffers that a new program may replace; or as forward, about
-                parameters.
+                gradients are in buffers that a new program may replace; the model is closed in
+                part; or as forward, about parameters.
         """
         with grad_mode_kept(), _outside_inference_mode():
             self._programs.clear_unfinished()
@@ -278,9 +286,10 @@ class CompiledModel:
         again; both stay in the memory where they are until they are collected. (Units in host
         memory share theirs, and so do those on SSDs: one weight holds all of it.) Nothing else
         stays, whatever user code holds: losses, errors of steps, programs. If it is interrupted,
-        another call goes on.
+        another call goes on. All this is done, too, when the module is deleted.
         """
         programs = self._programs
+        programs.ending.wait()
         programs.own_memory(self._user.ref())
         try:
             programs.sync()
@@ -289,6 +298,7 @@ class CompiledModel:
         programs.abort()  # before states are read: of a step that never ends
         if self.optimizer_states is not None:
             self.optimizer_states.give_back()
+        programs.closing = True  # the model goes on without us, or not at all
         if programs.memory is not None:
             programs.memory.states.gradients.forget_dtypes()
         programs.forget_all()
@@ -313,14 +323,21 @@ def _outside_inference_mode() -> Iterator[None]:
 
 
 def _optimizer_hooks(
-    optimizer: Optimizer, step: OptimizerStep, states: OptimizerStates, integrity: Integrity
+    optimizer: Optimizer,
+    before_step: StepHook,
+    ending: Ending,
+    step: OptimizerStep,
+    states: OptimizerStates,
+    integrity: Integrity,
 ) -> list[RemovableHandle]:
     """Hooks on step(), state_dict() and load_state_dict() of the optimizer."""
     return [
-        optimizer.register_step_pre_hook(StepHook(step)),
+        optimizer.register_step_pre_hook(before_step),
         optimizer.register_step_post_hook(Call(step, OptimizerStep.show_gradients)),
+        optimizer.register_state_dict_pre_hook(ending),
         optimizer.register_state_dict_pre_hook(Call(states, OptimizerStates.lend)),
         optimizer.register_state_dict_post_hook(Call(states, OptimizerStates.unlend)),
+        optimizer.register_load_state_dict_pre_hook(ending),
         optimizer.register_load_state_dict_pre_hook(Call(integrity, Integrity.check_ended)),
         optimizer.register_load_state_dict_post_hook(Call(states, OptimizerStates.take)),
     ]

@@ -70,6 +70,8 @@ class OptimizerStates:
                 been taken over.
         """
         self._arriving.states = None
+        if self._user.ref() is None:  # deleted: the optimizer has its states itself
+            return
         memory, named = self._programs.memory, self._user.parameters()
         try:
             pull_initial_state(self._optimizer, [named[n] for n in self._names], self._names)
@@ -107,9 +109,10 @@ class OptimizerStates:
 
     def _materialize(self) -> None:
         """Load the states of a checkpoint into the optimizer, if they still wait for memory."""
-        lend, named = self._arriving.states, dict(self._user.named_parameters())
+        lend = self._arriving.states
         if lend is None:
             return
+        named = dict(self._user.named_parameters())
         try:
             lend(named)
             for entry in self._optimizer.state.values():

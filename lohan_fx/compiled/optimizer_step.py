@@ -5,8 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
+from lohan_fx.compiled.ending import Ending
 from lohan_fx.compiled.grad_mode import grad_mode_kept
 from lohan_fx.compiled.integrity import Integrity
 from lohan_fx.compiled.programs import Programs
@@ -68,14 +70,18 @@ class StepHook:
     A closure runs first, with gradients as they are; what it leaves is the step's.
     """
 
-    def __init__(self, step: OptimizerStep) -> None:
+    def __init__(self, step: OptimizerStep, ending: Ending, module: nn.Module) -> None:
         self._step = weakref.ref(step)
+        self._module = weakref.ref(module)
+        self._ending = ending
 
     def __call__(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        step = self._step()
-        if step is None:
+        self._ending.check_step()
+        # garbage collection must not end in the middle of a step a model that nobody holds
+        step, module = self._step(), self._module()
+        if step is None or module is None:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:

@@ -6,16 +6,16 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
+from lohan_fx.compiled.ending import Ending, give_memory_back
 from lohan_fx.plan import LATE, Plan
 from lohan_fx.printing import ProgramModule
 from lohan_fx.program import Program, Residency
 from lohan_fx.runtime.executor import Executor, Pending
-from lohan_fx.runtime.lanes import close_elsewhere
 from lohan_fx.runtime.memory import Memory
 from lohan_fx.runtime.updates import Updater
 from lohan_fx.signature import Signature
@@ -37,6 +37,9 @@ class CompiledProgram:
 class Programs:
     """What exists of a compiled model.
 
+    Args:
+        optimizer: the user's.
+
     Attributes:
         by_signature: the programs; the one that ran last is the last.
         memory: what they share; made with the first of them.
@@ -44,13 +47,18 @@ class Programs:
         num_evaluations: programs without backward that were made.
         executors: of these programs and of those that were forgotten, while anybody holds them, as
             autograd's graph of a step does.
+        closing: `CompiledModel.close` has begun to take the model apart.
+        ending: what becomes of the optimizer if the module is deleted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: Optimizer | None) -> None:
         self.by_signature: OrderedDict[Signature, CompiledProgram] = OrderedDict()
         self.memory: Memory | None = None
         self.latest: CompiledProgram | None = None
         self.num_evaluations = 0
+        self.closing = False
+        self.ending = Ending()
+        self._optimizer = optimizer
         self.executors: weakref.WeakSet[Executor] = weakref.WeakSet()
         self._closer: weakref.finalize[Any, Any] | None = None
 
@@ -94,28 +102,16 @@ class Programs:
             updater.join()
 
     def sync(self) -> None:
-        """Wait until parameters and optimizer states are those that the last step made.
-
-        Only late schedules leave any of that to the next step. Between backward and
-        optimizer.step(): until no update that backward began is running.
-
-        Raises:
-            the first error of an update; between backward and optimizer.step() none, as the step
-                raises it.
-        """
-        updater = self.updater
-        if updater is None:
-            return
-        if updater.pending:
-            updater.settle()
-        else:
-            updater.join()
+        """Wait until parameters and optimizer states are those that the last step made, as
+        `Updater.sync`."""
+        if self.updater is not None:
+            self.updater.sync()
 
     def own_memory(self, module: nn.Module | None) -> None:
         """See that memory is given back with the model, also if an interrupt struck between."""
         if self._closer is None and self.memory is not None and module is not None:
-            close = partial(_close, self.memory, self.executors)
-            self._closer = weakref.finalize(module, close_elsewhere, close)
+            left = (self.memory, self.executors, self._optimizer)
+            self._closer = weakref.finalize(module, _end, weakref.ref(self), self.ending, *left)
 
     def abort(self) -> None:
         """End what runs, for good; nothing, if the model's end has done it."""
@@ -132,18 +128,24 @@ class Programs:
         """Join all threads, give all memory back, remove all files; nothing, if the model's end has
         done it. An interrupted call leaves the rest to another one, or to the model's end."""
         if self.memory is not None and self._closer is not None and self._closer.alive:
-            _close(self.memory, self.executors)
+            give_memory_back(self.memory, self.executors)
             self._closer.detach()
         self.memory = None
 
 
-def _close(memory: Memory, executors: Iterable[Executor]) -> None:
-    """Give all back, and let programs that somebody holds still have nothing of it."""
-    try:
-        memory.close()
-    finally:
-        for executor in list(executors):
-            executor.close()
+def _end(
+    programs: weakref.ref[Programs],
+    ending: Ending,
+    memory: Memory,
+    executors: Iterable[Executor],
+    optimizer: Optimizer | None,
+) -> None:
+    """The module is gone; who holds the rest has a model without programs and memory."""
+    found = programs()
+    if found is not None:
+        found.forget_all()
+        found.memory = None
+    ending.begin(memory, executors, optimizer)
 
 
 class NumWaiting:

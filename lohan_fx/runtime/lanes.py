@@ -401,6 +401,8 @@ class Lanes:
         wait_s, update_s: seconds that steps' ends have waited for updates, and of updates in host
             memory (`Updater` counts them here, as it may be replaced).
         stream: the one that compute runs on, while a half runs (`computing`).
+        closed: `close` has begun.
+        joined: it has ended, and no thread of theirs runs.
     """
 
     def __init__(self, device: torch.device, staging: BufferRing | None = None) -> None:
@@ -408,6 +410,7 @@ class Lanes:
         self.staging = staging
         self.counters = Counters()
         self.closed = False
+        self.joined = False
         self.exposed_s = self.wait_s = self.update_s = 0.0
         self.recorder: Recorder | None = None
         self.stream: torch.cuda.Stream | None = None
@@ -704,6 +707,7 @@ class Lanes:
             self.staging.close()
         self.d2h.close()
         self.h2d.close()
+        self.joined = True
 
 
 def _join(futures: Sequence[Future]) -> None:

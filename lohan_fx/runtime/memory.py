@@ -122,6 +122,11 @@ class Memory:
         region = self.regions[name]
         return self.buffer_arena.view(region.offset, region.num_bytes)
 
+    @property
+    def inherited(self) -> bool:
+        """Whether this is a forked child, which has none of the threads."""
+        return os.getpid() != self.pid
+
     def close(self) -> None:
         """Join all threads, give all memory back, remove all files. A second call does what an
         interrupted one left, or nothing; so does one in a forked child, which has no threads.
@@ -129,7 +134,7 @@ class Memory:
         Memory behind parameters that somebody still holds, and behind states that the optimizer
         has, goes with the last of them.
         """
-        if os.getpid() != self.pid:
+        if self.inherited:
             return
         if self.updater is not None:
             self.updater.abort()

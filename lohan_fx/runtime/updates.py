@@ -476,6 +476,26 @@ class Updater:
             given.arrival.synchronize()
         self._update(given, None)
 
+    def sync(self) -> None:
+        """Wait until parameters and optimizer states are those that the last step made.
+
+        Only late schedules leave any of that to the next step. Between backward and
+        optimizer.step(): until no update that backward began is running.
+
+        Raises:
+            the first error of an update; between backward and optimizer.step() none, as the step
+                raises it.
+        """
+        if self.pending:
+            self.settle()
+        else:
+            self.join()
+
+    @property
+    def has_consumed(self) -> bool:
+        """Whether gradients are gone from ``.grad`` that no step has taken, nor zero_grad()."""
+        return not self._accumulation.kept and (self.pending or self._states.gradients.holds_sums())
+
     def settle(self) -> BaseException | None:
         """Wait for all that was submitted; returns the first error. The step goes on."""
         error: BaseException | None = None
