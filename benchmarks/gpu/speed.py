@@ -80,7 +80,7 @@ BASELINES: dict[str, Callable[[Case], baselines.Step]] = {
 }
 
 
-def run_baseline(name: str, case: Case, data: list[Batch]) -> dict[str, Any]:
+def run_baseline(name: str, case: Case, data: list[Batch], skip: int) -> dict[str, Any]:
     baselines.free()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     start = time.perf_counter()
@@ -94,7 +94,7 @@ def run_baseline(name: str, case: Case, data: list[Batch]) -> dict[str, Any]:
     del step
     baselines.free()
     return {
-        "step_s": timing.step_s(),
+        "step_s": timing.step_s(skip),
         "rss": psutil.Process().memory_info().rss,
         "peak": held + timing.peak_bytes,
         "build_s": built - start,
@@ -221,6 +221,8 @@ def main() -> None:
     parser.add_argument("--cpu-rate", type=float, help="Gparam/s of the optimizer beside a step")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.steps <= options.skip:
+        parser.error(f"--steps {options.steps} are all skipped by --skip {options.skip}")
     with tempfile.TemporaryDirectory() as directory:
         hw = lohan_fx.profile_hardware(ssd=[directory], quick=True)
         if options.cpu_rate:
@@ -244,7 +246,7 @@ def run_cases(options: argparse.Namespace, hw: HardwareProfile) -> None:
         rows: dict[str, Any] = {}
         for system in options.systems.split(","):
             if system in BASELINES:
-                row = run_baseline(system, case, data)
+                row = run_baseline(system, case, data, options.skip)
             else:
                 baselines.free()
                 row = run_ours(case, data, hw, options, name)
