@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import operator
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -331,9 +333,9 @@ def run(module: fx.GraphModule, num_inputs: int) -> Any:
     return module(*[torch.randn(Draft.SHAPE, generator=generator) for _ in range(num_inputs)])
 
 
-def replace_all(module: fx.GraphModule, finder: _Finder) -> int:
+def replace_all(module: fx.GraphModule, finder: _Finder, *, compiled: bool = False) -> int:
     """What `fuse` does with clusters."""
-    kernels = Kernels(CPU, compiled=False)
+    kernels = Kernels(CPU, compiled=compiled)
     count = sum(_replace(finder, cluster, module, kernels) for cluster in finder.clusters())
     _sort(module.graph, finder.position)
     for node in reversed(list(module.graph.nodes)):
@@ -1046,6 +1048,66 @@ def test_a_compiled_kernel_that_reads_nothing() -> None:
     (made,) = fused_nodes(module.graph)
     assert not made.args
     assert torch.equal(made.target(), torch.ones(8, 8).triu(1).neg())  # type: ignore[operator]
+
+
+def compiled(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[fx.GraphModule, list[int]]:
+    """A function whose clusters Inductor compiled, and how many ops each has."""
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    module.graph.output_node().args = ((module.graph.output_node().args[0],),)
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.meta.update(phase="forward", block="a")
+    mark_roots(module.graph)
+    finder = _Finder(module.graph, CPU)
+    replace_all(module, finder, compiled=True)
+    module.recompile()
+    return module, [len(n.meta["members"]) for n in fused_nodes(module.graph)]
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("function", "members"),
+    [
+        # Inductor would not round these numbers to their dtype
+        (lambda x: torch.full((8,), 0.1, dtype=BF16).float() + x, [2]),
+        (lambda x: torch.full((8,), 1 / 3, dtype=FP16) * x + 1.0, [2]),
+        (lambda x: torch.full_like(x, 0.1, dtype=BF16).float() + x, [2]),
+        (lambda x: torch.arange(1000, 1008, dtype=BF16).float() + x, [2]),
+        (lambda x: torch.arange(0.3, 700.25, 0.1).view(-1, 8) + x.sin() * 0.0, [3]),
+        # and here there is nothing to round
+        (lambda x: torch.full((8,), 0.5, dtype=BF16).float() + x, [2]),
+        (lambda x: torch.arange(8).float() + x, [2]),
+        (lambda x: torch.arange(8, dtype=torch.float32) + x, [1]),
+        (lambda x: torch.ones_like(x, dtype=BF16).float() + x, [3]),
+        (lambda x: torch.full((8,), 0.1) + x, [1]),
+    ],
+)
+def test_created_numbers_are_rounded_to_their_dtype(
+    function: Callable[[Tensor], Tensor], members: list[int]
+) -> None:
+    x = torch.arange(8.0)
+    module, found = compiled(function, x)
+    assert torch.equal(module(x)[0], function(x))
+    assert found == members
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
+@pytest.mark.parametrize("least", ["-inf", "min"])
+def test_an_attention_mask_is_one_op_in_any_dtype(dtype: torch.dtype, least: str) -> None:
+    number = torch.finfo(dtype).min if least == "min" else float("-inf")
+
+    def mask() -> Tensor:
+        below = torch.arange(8) <= torch.arange(8)[:, None]
+        return torch.where(below, *(torch.scalar_tensor(v, dtype=dtype) for v in (0.0, number)))
+
+    module, found = compiled(mask)
+    assert found == [2]  # the comparison and the choice
+    assert [n.op for n in module.graph.nodes] == ["call_function", "output"]
+    assert torch.equal(module()[0], mask())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,17 @@ _JOINING = frozenset({"aten.cat", "aten.stack"})
 
 _CREATING = frozenset({"aten.arange", "aten.full", "aten.ones", "aten.scalar_tensor", "aten.zeros"})
 """Ops that make a tensor of numbers alone. A kernel has what it needs of them in registers."""
+
+_NUMBERS = {
+    "aten.constant_pad_nd": "value",
+    "aten.full": "fill_value",
+    "aten.full_like": "fill_value",
+    "aten.scalar_tensor": "s",
+}
+"""What ops call the number that they fill a tensor with."""
+
+_MAX_WHOLE = 2**24
+"""Whole numbers up to this one are exact in float32."""
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int64})
 
@@ -143,7 +155,7 @@ def is_fusible(node: fx.Node, device: torch.device) -> bool:
         return False
     if name in _JOINING and len(node.all_input_nodes) > MAX_PIECES:
         return False
-    return is_repeatable(node) and _has_kernels(node, device)
+    return is_repeatable(node) and _has_kernels(node, device) and _is_exact(node)
 
 
 def is_created(node: fx.Node, device: torch.device) -> bool:
@@ -155,7 +167,42 @@ def is_created(node: fx.Node, device: torch.device) -> bool:
         and str(target.overloadpacket) in _CREATING
         and not node.all_input_nodes
         and _has_kernels(node, device)
+        and _is_exact(node)
     )
+
+
+def _is_exact(node: fx.Node) -> bool:
+    """Whether the numbers that an op writes are the same inside a kernel.
+
+    There, numbers of reduced precision are float32, and those that no op computes are not rounded:
+    0.1 in bfloat16 stays 0.1. A range is computed from its bounds, in another order than eager's.
+    """
+    assert isinstance(node.target, OpOverload)
+    name = str(node.target.overloadpacket)
+    if name == "aten.arange":
+        dtype = node.meta["val"].dtype
+        bounds = [a for a in node.args if a is not None]
+        whole = all(isinstance(a, int) and abs(a) <= _MAX_WHOLE for a in bounds)
+        return whole and dtype in (torch.int64, torch.float32)
+    if name not in _NUMBERS:
+        return True
+    dtype, number = node.meta["val"].dtype, _argument(node, _NUMBERS[name])
+    if not isinstance(number, int | float):
+        return False
+    if dtype in (torch.float16, torch.bfloat16):
+        rounded = torch.tensor(number, dtype=dtype, device="cpu").item()
+        return rounded == number or math.isnan(number)
+    return dtype.is_floating_point or isinstance(number, int)
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """What an op is given as the argument of this name."""
+    assert isinstance(node.target, OpOverload)
+    if name in node.kwargs:
+        return node.kwargs[name]
+    arguments = node.target._schema.arguments
+    index = next(k for k, argument in enumerate(arguments) if argument.name == name)
+    return node.args[index] if index < len(node.args) else arguments[index].default_value
 
 
 def _has_kernels(node: fx.Node, device: torch.device) -> bool:
