@@ -642,8 +642,33 @@ def test_few_pieces_are_put_together(pieces: int, fusible: bool) -> None:
     x = draft.placeholder("x")
     made = [draft(aten.sin.default, x) for _ in range(pieces)]
     joined = draft(aten.cat.default, made)
-    draft.finish(joined)
+    repeated = draft(aten.cat.default, made[:1] * pieces)
+    draft.finish(joined, repeated)
     assert clusters.is_fusible(joined, CPU) == fusible
+    assert clusters.is_fusible(repeated, CPU) == fusible
+
+
+class Joining(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x.sin().cos(), y.exp().tanh()]).mul(2.0).neg()
+
+
+@pytest.mark.parametrize(("least", "fused"), [(0, 3), (1000, 1)])
+def test_what_is_joined_is_fused_apart_if_kernels_cannot_join(least: int, fused: int) -> None:
+    inputs = {"x": torch.rand(8, 8), "y": torch.rand(8, 8)}
+    kernels = Kernels(CPU, compiled=False)
+
+    def compiler(body: fx.GraphModule, name: str) -> Kernel | None:
+        joins = any(n.target is aten.cat.default for n in body.graph.nodes)
+        return None if joins else kernels(body, name)
+
+    captured = capture(Joining(), (), inputs, grad=False)
+    assert fuse(captured.clone(), Joining(), kernels, min_bytes=0) == 1
+    assert fuse(captured, Joining(), compiler, min_bytes=least) == fused
+    members = [len(n.meta["members"]) for n in fused_nodes(captured.graph.graph)]
+    assert members == [2] * fused
+    (found,) = captured.graph(*inputs.values())
+    assert torch.equal(found, Joining()(**inputs))
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -1092,6 +1117,40 @@ def test_created_numbers_are_rounded_to_their_dtype(
     module, found = compiled(function, x)
     assert torch.equal(module(x)[0], function(x))
     assert found == members
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_joined_images_keep_their_layout() -> None:
+    """Also of equal pieces, for which Inductor has a way of its own."""
+
+    def join(x: Tensor) -> Tensor:
+        return (torch.cat([x, x], 1) + 1.0) * 2.0
+
+    x = torch.randn(2, 4, 6, 5).contiguous(memory_format=torch.channels_last)
+    module, members = compiled(join, x)
+    assert members == [3]
+    found, wanted = module(x)[0], join(x)
+    assert torch.equal(found, wanted)
+    assert found.stride() == wanted.stride() == (240, 1, 40, 8)
+
+
+@pytest.mark.parametrize("strides", [(1, 8), (64,), None])
+def test_kernels_with_another_layout_are_given_up(
+    strides: tuple[int, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    original = lohan_fx._compat.inductor_kernel
+
+    def another(*args: Any) -> Any:
+        return original(*args)[0], [strides]
+
+    monkeypatch.setattr(lohan_fx._compat, "inductor_kernel", another)
+    draft = Draft()
+    x = draft.placeholder("x")
+    body = draft.finish(draft(aten.sin.default, draft(aten.cos.default, x)))
+    assert Kernels(CPU, compiled=True)(body, "sine") is None
+    assert "sine is not fused: Inductor made" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore")

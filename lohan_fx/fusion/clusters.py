@@ -6,9 +6,9 @@ import bisect
 import heapq
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -25,7 +25,7 @@ MIN_BYTES = 2**20
 """Clusters that make less are left alone: a launch is all that they would save."""
 
 MAX_PIECES = 8
-"""Tensors that one ``cat`` or ``stack`` puts together: of more, Inductor copies each by itself."""
+"""What one ``cat`` or ``stack`` puts together: of more, Inductor copies each by itself."""
 
 _FUSIBLE = frozenset(
     {
@@ -111,8 +111,21 @@ def fuse(
     align(graph, lambda node: is_fusible(node, captured.device))
     finder = _Finder(graph, captured.device)
     least = MIN_BYTES if min_bytes is None else min_bytes
-    clusters = [c for c in finder.clusters() if sum(map(_bytes, c.members)) >= least]
-    fused = sum(_replace(finder, cluster, captured.graph, compiler) for cluster in clusters)
+
+    def replace(clusters: Iterable[_Cluster]) -> int:
+        count = 0
+        for cluster in clusters:
+            if sum(map(_bytes, cluster.members)) < least:
+                continue
+            if _replace(finder, cluster, captured.graph, compiler):
+                count += 1
+                continue
+            others = [m for m in cluster.members if not _is_joining(m)]
+            if len(others) < len(cluster.members):  # what kernels do with joined pieces varies
+                count += replace(finder.clusters(others))
+        return count
+
+    fused = replace(finder.clusters())
     if fused:
         _sort(graph, finder.position)
         for node in reversed(list(graph.nodes)):
@@ -153,9 +166,13 @@ def is_fusible(node: fx.Node, device: torch.device) -> bool:
     name = str(target.overloadpacket)
     if torch.Tag.pointwise not in target.tags and name not in _FUSIBLE:
         return False
-    if name in _JOINING and len(node.all_input_nodes) > MAX_PIECES:
+    if _is_joining(node) and len(cast(Sized, node.args[0])) > MAX_PIECES:
         return False
     return is_repeatable(node) and _has_kernels(node, device) and _is_exact(node)
+
+
+def _is_joining(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and str(node.target.overloadpacket) in _JOINING
 
 
 def is_created(node: fx.Node, device: torch.device) -> bool:
@@ -248,11 +265,11 @@ class _Finder:
         self._ops = list(self.sources)
         self._places = [self.position[n] for n in self._ops]
 
-    def clusters(self) -> list[_Cluster]:
+    def clusters(self, ops: Iterable[fx.Node] | None = None) -> list[_Cluster]:
         """Clusters of at least two ops, grown along the edges of the graph in order; and single
-        ops that spare those who make what they read."""
+        ops that spare those who make what they read. Of these ops alone, if some are given."""
         home: dict[fx.Node, _Cluster] = {}
-        for node in list(self.sources):
+        for node in sorted(self.sources if ops is None else ops, key=self.position.__getitem__):
             if not is_fusible(node, self.device):
                 continue
             cluster = _Cluster(node.meta["phase"], node.meta["block"], [node])
