@@ -720,6 +720,36 @@ def test_readers_of_one_gradient_that_take_more_memory_at_once(is_kept: bool) ->
     assert draft.clusters() == ([{one, two}] if is_kept else [])
 
 
+class Gates(nn.Module):
+    """A recurrence: gates read one product, and what they make is read in every step."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.eye(8)), nn.Parameter(torch.ones(8))
+        self.num_steps = num_steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for _ in range(self.num_steps):
+            z = x @ self.weight
+            forget, out = (z + self.scale).sigmoid(), (z * self.scale).sigmoid()
+            x = x * forget + z.sigmoid() * z.tanh() * out
+            total = total + x.square().sum()
+        return x.sum() + total
+
+
+def test_early_places_are_no_hindrance() -> None:
+    """Clusters that may only stand early are grown last: they kept others from being one."""
+    counts = []
+    for num_steps in (5, 15):
+        model = Gates(num_steps)
+        captured = capture(model, (), {"x": torch.randn(4, 8)})
+        fuse(captured, model, Kernels(CPU, compiled=False))
+        (block,) = {n.meta["block"] for n in fused_nodes(captured.graph.graph)}
+        counts.append(len(launches(captured.graph.graph, block, "backward")))
+    assert (counts[1] - counts[0]) / 10 == 5
+
+
 def test_random_and_mutating_ops_are_left_alone() -> None:
     draft = Draft()
     x = draft.placeholder("x")

@@ -268,26 +268,29 @@ class _Finder:
     def clusters(self, ops: Iterable[fx.Node] | None = None) -> list[_Cluster]:
         """Clusters of at least two ops, grown along the edges of the graph in order; and single
         ops that spare those who make what they read. Of these ops alone, if some are given."""
-        home: dict[fx.Node, _Cluster] = {}
-        for node in sorted(self.sources if ops is None else ops, key=self.position.__getitem__):
-            if not is_fusible(node, self.device):
-                continue
-            cluster = _Cluster(node.meta["phase"], node.meta["block"], [node])
-            home[node] = cluster
-            before = 0
-            while before < len(cluster.members):  # what does not fit yet may fit behind another
-                before = len(cluster.members)
-                sources = self.sources[node]
-                for neighbor in (*sources, *self.siblings(node)):
-                    other = home.get(neighbor)
-                    if other is None or other is cluster:
-                        continue
-                    merged = self.merged(other, cluster, beside=neighbor not in sources)
-                    if merged is not None:
-                        home.update(dict.fromkeys(merged.members, merged))
-                        cluster = merged
+        nodes = sorted(self.sources if ops is None else ops, key=self.position.__getitem__)
+        nodes = [n for n in nodes if is_fusible(n, self.device)]
+        home = {n: _Cluster(n.meta["phase"], n.meta["block"], [n]) for n in nodes}
+        for early in (False, True):  # early ones first would keep others from being one
+            for node in nodes:
+                before = 0
+                while before < len(home[node].members):  # what does not fit may fit behind another
+                    before = len(home[node].members)
+                    self._grow(home, node, early=early)
         wanted = (c for n, c in home.items() if len(c.members) > 1 or n in self._absorbing)
         return list({id(c): c for c in wanted}.values())
+
+    def _grow(self, home: dict[fx.Node, _Cluster], node: fx.Node, *, early: bool) -> None:
+        """Make one of a node's cluster and those that it reads or stands beside, where possible."""
+        sources = self.sources[node]
+        for neighbor in (*sources, *self.siblings(node)):
+            cluster, other = home[node], home.get(neighbor)
+            if other is None or other is cluster:
+                continue
+            beside = neighbor not in sources
+            merged = self.merged(other, cluster, early=early, beside=beside)
+            if merged is not None:
+                home.update(dict.fromkeys(merged.members, merged))
 
     def siblings(self, node: fx.Node) -> Iterator[fx.Node]:
         """Ops of backward, where nothing is run again, that read all of a gradient which this one
@@ -298,10 +301,11 @@ class _Finder:
             if phases == {"backward"} and _num_elements(node) == size and root not in self.created:
                 yield from (r for r in _readers_of(root) if _num_elements(r) == size)
 
-    def merged(self, a: _Cluster, b: _Cluster, *, beside: bool = False) -> _Cluster | None:
+    def merged(self, a: _Cluster, b: _Cluster, *, early: bool, beside: bool) -> _Cluster | None:
         """Both as one, if one op can stand for them: what they read is made before those who read
-        them, and memory does not wait for it. Clusters `beside` each other, neither of which reads
-        the other, need not be one: not if both at once take more memory."""
+        them, and memory does not wait for it: in the last one's place, or (`early`) not there but
+        in the first one's. Clusters `beside` each other, neither of which reads the other, need not
+        be one: not if both at once take more memory."""
         if (a.phase, a.block) != (b.phase, b.block):
             return None
         members = {*a.members, *b.members}
@@ -313,11 +317,11 @@ class _Finder:
         if first >= last:
             return None
         late = self.held_bytes(members, last) <= max(map(_bytes, members))
-        if not late and not self.is_free_early(members):
+        if late == early or (early and not self.is_free_early(members)):
             return None
         if beside and not self.takes_no_more(members):
             return None
-        return _Cluster(a.phase, a.block, [*a.members, *b.members], early=not late)
+        return _Cluster(a.phase, a.block, [*a.members, *b.members], early=early)
 
     def hides_a_cut(self, a: _Cluster, b: _Cluster) -> bool:
         """Whether `b` could be run again from a value of `a` that others read, too, and only from
