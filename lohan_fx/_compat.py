@@ -502,11 +502,12 @@ def cuda_sleep(cycles: int) -> None:
 
 def inductor_kernel(
     body: fx.GraphModule, inputs: Sequence[torch.Tensor]
-) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+) -> tuple[Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], list[tuple[int, ...] | None]]:
     """Compile a functional graph for inputs of these layouts (fake tensors).
 
-    The result takes one list, which it empties, and returns the outputs with the strides that the
-    graph's own have. Values are rounded to their dtypes between ops, as eager mode does.
+    The result takes one list, which it empties, and returns the outputs; their strides (None:
+    unknown) come with it, and should be those that the graph's own have. Values are rounded to
+    their dtypes between ops, as eager mode does.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -516,14 +517,20 @@ def inductor_kernel(
     values = (n.meta.get("val") for n in body.graph.nodes)  # of a graph that reads nothing, too
     mode = next(t.fake_mode for t in values if isinstance(t, FakeTensor))
     plain = torch._C._DisableAutocast()  # the graph's ops have their dtypes
+    decompositions = dict(select_decomp_table())
+    decompositions.pop(torch.ops.aten.cat.default)  # of equal pieces: it forgets their layout
     with TRACING, torch.no_grad(), plain, mode, config.patch(emulate_precision_casts=True):
-        module = make_fx(body, decomposition_table=select_decomp_table())(*inputs)
+        module = make_fx(body, decomposition_table=decompositions)(*inputs)
         output = module.graph.output_node()
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-        made: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-        made = compile_fx_inner(module, list(inputs))
+        returned: Any = output.args[0]
+        output.meta["user_visible_output_idxs"] = list(range(len(returned)))
+        made: Any = compile_fx_inner(module, list(inputs))
+    strides = getattr(made, "output_strides", None)
+    if strides is None:  # a graph without ops is not compiled
+        return made, [n.meta["val"].stride() for n in returned]
     # without what surrounds it, for profilers and metrics of compilation, at every call
-    return getattr(made, "current_callable", None) or made
+    run = made.current_callable or made
+    return run, [found and tuple(map(int, found)) for found in strides]
 
 
 @contextlib.contextmanager

@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import operator
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -331,9 +333,9 @@ def run(module: fx.GraphModule, num_inputs: int) -> Any:
     return module(*[torch.randn(Draft.SHAPE, generator=generator) for _ in range(num_inputs)])
 
 
-def replace_all(module: fx.GraphModule, finder: _Finder) -> int:
+def replace_all(module: fx.GraphModule, finder: _Finder, *, compiled: bool = False) -> int:
     """What `fuse` does with clusters."""
-    kernels = Kernels(CPU, compiled=False)
+    kernels = Kernels(CPU, compiled=compiled)
     count = sum(_replace(finder, cluster, module, kernels) for cluster in finder.clusters())
     _sort(module.graph, finder.position)
     for node in reversed(list(module.graph.nodes)):
@@ -640,8 +642,33 @@ def test_few_pieces_are_put_together(pieces: int, fusible: bool) -> None:
     x = draft.placeholder("x")
     made = [draft(aten.sin.default, x) for _ in range(pieces)]
     joined = draft(aten.cat.default, made)
-    draft.finish(joined)
+    repeated = draft(aten.cat.default, made[:1] * pieces)
+    draft.finish(joined, repeated)
     assert clusters.is_fusible(joined, CPU) == fusible
+    assert clusters.is_fusible(repeated, CPU) == fusible
+
+
+class Joining(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x.sin().cos(), y.exp().tanh()]).mul(2.0).neg()
+
+
+@pytest.mark.parametrize(("least", "fused"), [(0, 3), (1000, 1)])
+def test_what_is_joined_is_fused_apart_if_kernels_cannot_join(least: int, fused: int) -> None:
+    inputs = {"x": torch.rand(8, 8), "y": torch.rand(8, 8)}
+    kernels = Kernels(CPU, compiled=False)
+
+    def compiler(body: fx.GraphModule, name: str) -> Kernel | None:
+        joins = any(n.target is aten.cat.default for n in body.graph.nodes)
+        return None if joins else kernels(body, name)
+
+    captured = capture(Joining(), (), inputs, grad=False)
+    assert fuse(captured.clone(), Joining(), kernels, min_bytes=0) == 1
+    assert fuse(captured, Joining(), compiler, min_bytes=least) == fused
+    members = [len(n.meta["members"]) for n in fused_nodes(captured.graph.graph)]
+    assert members == [2] * fused
+    (found,) = captured.graph(*inputs.values())
+    assert torch.equal(found, Joining()(**inputs))
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -691,6 +718,36 @@ def test_readers_of_one_gradient_that_take_more_memory_at_once(is_kept: bool) ->
     two = draft(aten.sin.default, product, phase="backward")
     draft.finish(one, two, *[gone] * is_kept)
     assert draft.clusters() == ([{one, two}] if is_kept else [])
+
+
+class Gates(nn.Module):
+    """A recurrence: gates read one product, and what they make is read in every step."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.eye(8)), nn.Parameter(torch.ones(8))
+        self.num_steps = num_steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for _ in range(self.num_steps):
+            z = x @ self.weight
+            forget, out = (z + self.scale).sigmoid(), (z * self.scale).sigmoid()
+            x = x * forget + z.sigmoid() * z.tanh() * out
+            total = total + x.square().sum()
+        return x.sum() + total
+
+
+def test_early_places_are_no_hindrance() -> None:
+    """Clusters that may only stand early are grown last: they kept others from being one."""
+    counts = []
+    for num_steps in (5, 15):
+        model = Gates(num_steps)
+        captured = capture(model, (), {"x": torch.randn(4, 8)})
+        fuse(captured, model, Kernels(CPU, compiled=False))
+        (block,) = {n.meta["block"] for n in fused_nodes(captured.graph.graph)}
+        counts.append(len(launches(captured.graph.graph, block, "backward")))
+    assert (counts[1] - counts[0]) / 10 == 5
 
 
 def test_random_and_mutating_ops_are_left_alone() -> None:
@@ -1046,6 +1103,100 @@ def test_a_compiled_kernel_that_reads_nothing() -> None:
     (made,) = fused_nodes(module.graph)
     assert not made.args
     assert torch.equal(made.target(), torch.ones(8, 8).triu(1).neg())  # type: ignore[operator]
+
+
+def compiled(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[fx.GraphModule, list[int]]:
+    """A function whose clusters Inductor compiled, and how many ops each has."""
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    module.graph.output_node().args = ((module.graph.output_node().args[0],),)
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.meta.update(phase="forward", block="a")
+    mark_roots(module.graph)
+    finder = _Finder(module.graph, CPU)
+    replace_all(module, finder, compiled=True)
+    module.recompile()
+    return module, [len(n.meta["members"]) for n in fused_nodes(module.graph)]
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("function", "members"),
+    [
+        # Inductor would not round these numbers to their dtype
+        (lambda x: torch.full((8,), 0.1, dtype=BF16).float() + x, [2]),
+        (lambda x: torch.full((8,), 1 / 3, dtype=FP16) * x + 1.0, [2]),
+        (lambda x: torch.full_like(x, 0.1, dtype=BF16).float() + x, [2]),
+        (lambda x: torch.arange(1000, 1008, dtype=BF16).float() + x, [2]),
+        (lambda x: torch.arange(0.3, 700.25, 0.1).view(-1, 8) + x.sin() * 0.0, [3]),
+        # and here there is nothing to round
+        (lambda x: torch.full((8,), 0.5, dtype=BF16).float() + x, [2]),
+        (lambda x: torch.arange(8).float() + x, [2]),
+        (lambda x: torch.arange(8, dtype=torch.float32) + x, [1]),
+        (lambda x: torch.ones_like(x, dtype=BF16).float() + x, [3]),
+        (lambda x: torch.full((8,), 0.1) + x, [1]),
+    ],
+)
+def test_created_numbers_are_rounded_to_their_dtype(
+    function: Callable[[Tensor], Tensor], members: list[int]
+) -> None:
+    x = torch.arange(8.0)
+    module, found = compiled(function, x)
+    assert torch.equal(module(x)[0], function(x))
+    assert found == members
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_joined_images_keep_their_layout() -> None:
+    """Also of equal pieces, for which Inductor has a way of its own."""
+
+    def join(x: Tensor) -> Tensor:
+        return (torch.cat([x, x], 1) + 1.0) * 2.0
+
+    x = torch.randn(2, 4, 6, 5).contiguous(memory_format=torch.channels_last)
+    module, members = compiled(join, x)
+    assert members == [3]
+    found, wanted = module(x)[0], join(x)
+    assert torch.equal(found, wanted)
+    assert found.stride() == wanted.stride() == (240, 1, 40, 8)
+
+
+@pytest.mark.parametrize("strides", [(1, 8), (64,), None])
+def test_kernels_with_another_layout_are_given_up(
+    strides: tuple[int, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    original = lohan_fx._compat.inductor_kernel
+
+    def another(*args: Any) -> Any:
+        return original(*args)[0], [strides]
+
+    monkeypatch.setattr(lohan_fx._compat, "inductor_kernel", another)
+    draft = Draft()
+    x = draft.placeholder("x")
+    body = draft.finish(draft(aten.sin.default, draft(aten.cos.default, x)))
+    assert Kernels(CPU, compiled=True)(body, "sine") is None
+    assert "sine is not fused: Inductor made" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
+@pytest.mark.parametrize("least", ["-inf", "min"])
+def test_an_attention_mask_is_one_op_in_any_dtype(dtype: torch.dtype, least: str) -> None:
+    number = torch.finfo(dtype).min if least == "min" else float("-inf")
+
+    def mask() -> Tensor:
+        below = torch.arange(8) <= torch.arange(8)[:, None]
+        return torch.where(below, *(torch.scalar_tensor(v, dtype=dtype) for v in (0.0, number)))
+
+    module, found = compiled(mask)
+    assert found == [2]  # the comparison and the choice
+    assert [n.op for n in module.graph.nodes] == ["call_function", "output"]
+    assert torch.equal(module()[0], mask())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -24,7 +25,7 @@ MIN_BYTES = 2**20
 """Clusters that make less are left alone: a launch is all that they would save."""
 
 MAX_PIECES = 8
-"""Tensors that one ``cat`` or ``stack`` puts together: of more, Inductor copies each by itself."""
+"""What one ``cat`` or ``stack`` puts together: of more, Inductor copies each by itself."""
 
 _FUSIBLE = frozenset(
     {
@@ -55,6 +56,17 @@ _JOINING = frozenset({"aten.cat", "aten.stack"})
 
 _CREATING = frozenset({"aten.arange", "aten.full", "aten.ones", "aten.scalar_tensor", "aten.zeros"})
 """Ops that make a tensor of numbers alone. A kernel has what it needs of them in registers."""
+
+_NUMBERS = {
+    "aten.constant_pad_nd": "value",
+    "aten.full": "fill_value",
+    "aten.full_like": "fill_value",
+    "aten.scalar_tensor": "s",
+}
+"""What ops call the number that they fill a tensor with."""
+
+_MAX_WHOLE = 2**24
+"""Whole numbers up to this one are exact in float32."""
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int64})
 
@@ -99,8 +111,21 @@ def fuse(
     align(graph, lambda node: is_fusible(node, captured.device))
     finder = _Finder(graph, captured.device)
     least = MIN_BYTES if min_bytes is None else min_bytes
-    clusters = [c for c in finder.clusters() if sum(map(_bytes, c.members)) >= least]
-    fused = sum(_replace(finder, cluster, captured.graph, compiler) for cluster in clusters)
+
+    def replace(clusters: Iterable[_Cluster]) -> int:
+        count = 0
+        for cluster in clusters:
+            if sum(map(_bytes, cluster.members)) < least:
+                continue
+            if _replace(finder, cluster, captured.graph, compiler):
+                count += 1
+                continue
+            others = [m for m in cluster.members if not _is_joining(m)]
+            if len(others) < len(cluster.members):  # what kernels do with joined pieces varies
+                count += replace(finder.clusters(others))
+        return count
+
+    fused = replace(finder.clusters())
     if fused:
         _sort(graph, finder.position)
         for node in reversed(list(graph.nodes)):
@@ -141,9 +166,13 @@ def is_fusible(node: fx.Node, device: torch.device) -> bool:
     name = str(target.overloadpacket)
     if torch.Tag.pointwise not in target.tags and name not in _FUSIBLE:
         return False
-    if name in _JOINING and len(node.all_input_nodes) > MAX_PIECES:
+    if _is_joining(node) and len(cast(Sized, node.args[0])) > MAX_PIECES:
         return False
-    return is_repeatable(node) and _has_kernels(node, device)
+    return is_repeatable(node) and _has_kernels(node, device) and _is_exact(node)
+
+
+def _is_joining(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and str(node.target.overloadpacket) in _JOINING
 
 
 def is_created(node: fx.Node, device: torch.device) -> bool:
@@ -155,7 +184,42 @@ def is_created(node: fx.Node, device: torch.device) -> bool:
         and str(target.overloadpacket) in _CREATING
         and not node.all_input_nodes
         and _has_kernels(node, device)
+        and _is_exact(node)
     )
+
+
+def _is_exact(node: fx.Node) -> bool:
+    """Whether the numbers that an op writes are the same inside a kernel.
+
+    There, numbers of reduced precision are float32, and those that no op computes are not rounded:
+    0.1 in bfloat16 stays 0.1. A range is computed from its bounds, in another order than eager's.
+    """
+    assert isinstance(node.target, OpOverload)
+    name = str(node.target.overloadpacket)
+    if name == "aten.arange":
+        dtype = node.meta["val"].dtype
+        bounds = [a for a in node.args if a is not None]
+        whole = all(isinstance(a, int) and abs(a) <= _MAX_WHOLE for a in bounds)
+        return whole and dtype in (torch.int64, torch.float32)
+    if name not in _NUMBERS:
+        return True
+    dtype, number = node.meta["val"].dtype, _argument(node, _NUMBERS[name])
+    if not isinstance(number, int | float):
+        return False
+    if dtype in (torch.float16, torch.bfloat16):
+        rounded = torch.tensor(number, dtype=dtype, device="cpu").item()
+        return rounded == number or math.isnan(number)
+    return dtype.is_floating_point or isinstance(number, int)
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """What an op is given as the argument of this name."""
+    assert isinstance(node.target, OpOverload)
+    if name in node.kwargs:
+        return node.kwargs[name]
+    arguments = node.target._schema.arguments
+    index = next(k for k, argument in enumerate(arguments) if argument.name == name)
+    return node.args[index] if index < len(node.args) else arguments[index].default_value
 
 
 def _has_kernels(node: fx.Node, device: torch.device) -> bool:
@@ -201,29 +265,32 @@ class _Finder:
         self._ops = list(self.sources)
         self._places = [self.position[n] for n in self._ops]
 
-    def clusters(self) -> list[_Cluster]:
+    def clusters(self, ops: Iterable[fx.Node] | None = None) -> list[_Cluster]:
         """Clusters of at least two ops, grown along the edges of the graph in order; and single
-        ops that spare those who make what they read."""
-        home: dict[fx.Node, _Cluster] = {}
-        for node in list(self.sources):
-            if not is_fusible(node, self.device):
-                continue
-            cluster = _Cluster(node.meta["phase"], node.meta["block"], [node])
-            home[node] = cluster
-            before = 0
-            while before < len(cluster.members):  # what does not fit yet may fit behind another
-                before = len(cluster.members)
-                sources = self.sources[node]
-                for neighbor in (*sources, *self.siblings(node)):
-                    other = home.get(neighbor)
-                    if other is None or other is cluster:
-                        continue
-                    merged = self.merged(other, cluster, beside=neighbor not in sources)
-                    if merged is not None:
-                        home.update(dict.fromkeys(merged.members, merged))
-                        cluster = merged
+        ops that spare those who make what they read. Of these ops alone, if some are given."""
+        nodes = sorted(self.sources if ops is None else ops, key=self.position.__getitem__)
+        nodes = [n for n in nodes if is_fusible(n, self.device)]
+        home = {n: _Cluster(n.meta["phase"], n.meta["block"], [n]) for n in nodes}
+        for early in (False, True):  # early ones first would keep others from being one
+            for node in nodes:
+                before = 0
+                while before < len(home[node].members):  # what does not fit may fit behind another
+                    before = len(home[node].members)
+                    self._grow(home, node, early=early)
         wanted = (c for n, c in home.items() if len(c.members) > 1 or n in self._absorbing)
         return list({id(c): c for c in wanted}.values())
+
+    def _grow(self, home: dict[fx.Node, _Cluster], node: fx.Node, *, early: bool) -> None:
+        """Make one of a node's cluster and those that it reads or stands beside, where possible."""
+        sources = self.sources[node]
+        for neighbor in (*sources, *self.siblings(node)):
+            cluster, other = home[node], home.get(neighbor)
+            if other is None or other is cluster:
+                continue
+            beside = neighbor not in sources
+            merged = self.merged(other, cluster, early=early, beside=beside)
+            if merged is not None:
+                home.update(dict.fromkeys(merged.members, merged))
 
     def siblings(self, node: fx.Node) -> Iterator[fx.Node]:
         """Ops of backward, where nothing is run again, that read all of a gradient which this one
@@ -234,10 +301,11 @@ class _Finder:
             if phases == {"backward"} and _num_elements(node) == size and root not in self.created:
                 yield from (r for r in _readers_of(root) if _num_elements(r) == size)
 
-    def merged(self, a: _Cluster, b: _Cluster, *, beside: bool = False) -> _Cluster | None:
+    def merged(self, a: _Cluster, b: _Cluster, *, early: bool, beside: bool) -> _Cluster | None:
         """Both as one, if one op can stand for them: what they read is made before those who read
-        them, and memory does not wait for it. Clusters `beside` each other, neither of which reads
-        the other, need not be one: not if both at once take more memory."""
+        them, and memory does not wait for it: in the last one's place, or (`early`) not there but
+        in the first one's. Clusters `beside` each other, neither of which reads the other, need not
+        be one: not if both at once take more memory."""
         if (a.phase, a.block) != (b.phase, b.block):
             return None
         members = {*a.members, *b.members}
@@ -249,11 +317,11 @@ class _Finder:
         if first >= last:
             return None
         late = self.held_bytes(members, last) <= max(map(_bytes, members))
-        if not late and not self.is_free_early(members):
+        if late == early or (early and not self.is_free_early(members)):
             return None
         if beside and not self.takes_no_more(members):
             return None
-        return _Cluster(a.phase, a.block, [*a.members, *b.members], early=not late)
+        return _Cluster(a.phase, a.block, [*a.members, *b.members], early=early)
 
     def hides_a_cut(self, a: _Cluster, b: _Cluster) -> bool:
         """Whether `b` could be run again from a value of `a` that others read, too, and only from

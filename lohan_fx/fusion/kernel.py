@@ -52,15 +52,18 @@ class Kernels:
         returned: Any = body.graph.output_node().args[0]
         wanted = [n.meta["val"] for n in returned]
         run: Callable[[list[Tensor]], Sequence[Tensor]]
-        if self._compiled:
-            run = _compat.inductor_kernel(body, inputs)
-        else:
-            run = _compat.boxed(body, body.graph)
         scratch_bytes = 0
-        if self._compiled and self._device.type == "cuda":
-            scratch_bytes, shapes = _rehearse(run, inputs, wanted, name)
+        if self._compiled:
+            run, strides = _compat.inductor_kernel(body, inputs)
+            if self._device.type == "cuda":
+                scratch_bytes, made = _rehearse(run, inputs, wanted[0].device)
+            else:
+                made = _announced(strides, wanted, name)
+            shapes = _missing_shapes(made, wanted, name)
             if any(shape is not None for shape in shapes):
                 run = partial(_shaped, run, shapes)
+        else:
+            run = _compat.boxed(body, body.graph)
         kernel = _callable(run, len(wanted), name)
         kernel.scratch_bytes = scratch_bytes  # type: ignore[attr-defined]
         return kernel
@@ -95,20 +98,15 @@ def _shaped(
 
 
 def _rehearse(
-    run: Callable[[list[Tensor]], Sequence[Tensor]],
-    inputs: Sequence[Tensor],
-    wanted: Sequence[Tensor],
-    name: str,
-) -> tuple[int, list[torch.Size | None]]:
-    """Run once on zeros: bytes allocated at once besides results; and the shapes of those results
-    that are laid out as planned but for their shape. Checks that the others are as planned."""
+    run: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence[Tensor], device: torch.device
+) -> tuple[int, Sequence[Tensor]]:
+    """Run once on zeros: bytes allocated at once besides results; and the results."""
     given = [
         torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs
     ]
     for t in given:
         t.zero_()
     run(list(given))  # the first run may try several variants, in memory of their own
-    device = wanted[0].device
     stats = partial(torch.cuda.memory_stats, device)
     before = stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats(device)
@@ -116,13 +114,34 @@ def _rehearse(
     torch.cuda.synchronize(device)
     peak = stats()["requested_bytes.all.peak"] - before
     held = stats()["requested_bytes.all.current"] - before
+    return max(0, int(peak - held)), results
+
+
+def _announced(
+    strides: Sequence[tuple[int, ...] | None], wanted: Sequence[Tensor], name: str
+) -> list[Tensor]:
+    """What the kernel will return, by the strides that Inductor tells: on a CPU a rehearsal takes
+    as long as the op itself."""
+    made = []
+    for found, planned in zip(strides, wanted, strict=True):
+        if found is None or len(found) != planned.dim():
+            raise RuntimeError(f"Inductor made strides {found} of {name}, not {planned.stride()}")
+        made.append(torch.empty_strided(planned.shape, found, dtype=planned.dtype, device="meta"))
+    return made
+
+
+def _missing_shapes(
+    results: Sequence[Tensor], wanted: Sequence[Tensor], name: str
+) -> list[torch.Size | None]:
+    """The shapes of those results that are laid out as planned but for their shape. Checks that the
+    others are as planned."""
     shapes: list[torch.Size | None] = []
     for made, planned in zip(results, wanted, strict=True):
         same = _form(made) == _form(planned)
         if not same and not _same_memory(made, planned):
             raise RuntimeError(f"Inductor made {_form(made)} of {name}, not {_form(planned)}")
         shapes.append(None if same else planned.shape)
-    return max(0, int(peak - held)), shapes
+    return shapes
 
 
 def _same_memory(made: Tensor, planned: Tensor) -> bool:
