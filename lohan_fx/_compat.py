@@ -518,7 +518,7 @@ def inductor_kernel(
     mode = next(t.fake_mode for t in values if isinstance(t, FakeTensor))
     plain = torch._C._DisableAutocast()  # the graph's ops have their dtypes
     decompositions = dict(select_decomp_table())
-    decompositions.pop(torch.ops.aten.cat.default)  # of equal pieces: it forgets their layout
+    decompositions.pop(torch.ops.aten.cat.default, None)  # of equal pieces: it forgets their layout
     with TRACING, torch.no_grad(), plain, mode, config.patch(emulate_precision_casts=True):
         module = make_fx(body, decomposition_table=decompositions)(*inputs)
         output = module.graph.output_node()
