@@ -158,7 +158,9 @@ def save(
             files += tensor_files(states, _OPTIMIZER, limit, {})
         files.append(TensorFile(_EXTRA, tensors, {}))
         config = getattr(getattr(model, "config", None), "to_json_string", None)
-        if config is not None:  # transformers: `from_pretrained(directory)` works
+        # transformers: `from_pretrained(directory)` works; not for peft's models, whose names are
+        # others than those of the model that their configuration describes
+        if config is not None and not hasattr(model, "peft_config"):
             files.append(TextFile("config.json", config()))
         description["files"] = [file.name for file in files]
         memory = None if compiled is None else compiled.memory

@@ -379,6 +379,11 @@ class MemoryBudget:
                 limit[tier] = pool - taken if taken <= pool else pool
         for tier, size in asked.items():
             if size > limit[tier]:
+                if tier == "ssd" and not hw.ssds:
+                    raise HardwareError(
+                        f"memory['ssd']: need {format_bytes(size)}, but the profile has no SSD: "
+                        "give hw=lohan_fx.profile_hardware(ssd=['/a/folder/on/it'])"
+                    )
                 note = " (device and host share one memory on a CPU)" if limit != have else ""
                 raise HardwareError(
                     f"memory[{tier!r}]: need {format_bytes(size)}, have "

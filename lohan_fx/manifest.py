@@ -59,7 +59,8 @@ def read(directory: Path, *, verify: bool = True) -> dict[str, Any]:
         found = json_of(file)
     except OSError as error:
         raise CheckpointError(
-            f"{directory} is no checkpoint of lohan_fx.save: cannot read {file}: {error.strerror}"
+            f"{directory} is no checkpoint of lohan_fx.save: cannot read {file}: {error.strerror}; "
+            "name the folder that was given to save (lohan_fx.latest finds the newest in a folder)"
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{file} is damaged: {error}; load another checkpoint") from error

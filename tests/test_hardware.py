@@ -312,6 +312,12 @@ def test_a_bad_request_is_explained(request_: dict[str, Any], message: str) -> N
         MemoryBudget.from_request(make_profile(), request_)
 
 
+def test_a_budget_on_ssds_that_nobody_profiled_says_how_to() -> None:
+    hw = make_profile(ssds=(), ssd_read_bytes_per_s=0.0, ssd_write_bytes_per_s=0.0)
+    with pytest.raises(HardwareError, match=r"the profile has no SSD: .*profile_hardware\(ssd="):
+        MemoryBudget.from_request(hw, {"ssd": "1MiB"})
+
+
 def test_on_a_cpu_device_and_host_share_one_memory() -> None:
     hw = make_profile(device_kind="cpu", device_bytes=1000, host_bytes=1000)
     assert MemoryBudget.from_request(hw, {"device": 1500}).host_bytes == 400  # 0.8 of the rest

@@ -10,6 +10,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import peft
@@ -367,6 +368,13 @@ def _lora() -> tuple[nn.Module, dict[str, Any]]:
             if "lora_B" in name:  # zeros, behind which nothing of A would be seen
                 nn.init.normal_(p, std=0.05)
     return model.train(), inputs
+
+
+def test_a_checkpoint_of_lora_does_not_look_like_one_of_the_base(tmp_path: Path) -> None:
+    """Transformers would load it with random weights, as all names are others."""
+    for module, has in ((_lora()[0], False), (make("Llama")[0], True)):
+        lohan_fx.save(module, tmp_path / str(has))
+        assert (tmp_path / str(has) / "config.json").exists() == has
 
 
 @pytest.mark.parametrize("autocast", [False, True])
