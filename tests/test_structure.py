@@ -149,6 +149,21 @@ def test_another_parameter_is_refused(kind: str, hw: HardwareProfile) -> None:
     made.lohan.close()
 
 
+def test_a_parameter_that_is_gone_is_missed(hw: HardwareProfile) -> None:
+    """As adapters are when peft merges them."""
+    model = Model()
+    made: Any = lohan_fx.compile(
+        model, hw=hw, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    made.lohan.prepare(torch.ones(2, 4))
+    del model.second.scale
+    with pytest.raises(
+        StepError, match=r"second\.scale is no longer part of the model: .*close\(\)"
+    ):
+        made(torch.ones(2, 4))
+    made.lohan.close()
+
+
 def test_a_hook_of_a_module_that_came_later_is_refused(hw: HardwareProfile) -> None:
     model = Model()
     made: Any = lohan_fx.compile(

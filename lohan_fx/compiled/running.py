@@ -146,11 +146,19 @@ def take_over_parameters(programs: Programs, named: Mapping[str, nn.Parameter]) 
     memory = programs.memory
     if memory is None:
         return
-    known = memory.states.parameter_ids
-    if not known.issuperset(map(id, named.values())):
-        name = next(name for name, p in named.items() if id(p) not in known)
+    known, found = memory.states.parameter_ids, set(map(id, named.values()))
+    if known != found:
+        if new := [name for name, p in named.items() if id(p) not in known]:
+            what = f"{new[0]} is another tensor than when the model was compiled"
+        else:
+            gone = next(
+                s.name
+                for unit in memory.states.units
+                for s, p in zip(unit.layout.slices, unit.parameters, strict=True)
+                if id(p) not in found
+            )
+            what = f"{gone} is no longer part of the model"
         raise StepError(
-            f"parameter {name} is another tensor than when the model was compiled: call "
-            "model.lohan.close() before replacing layers, and compile again"
+            f"parameter {what}: call model.lohan.close() before replacing layers, and compile again"
         )
     memory.states.sync_from_user(behind=programs.behind)
