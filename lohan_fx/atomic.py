@@ -29,7 +29,7 @@ from torch import Tensor
 from lohan_fx._compat import is_wrapper_subclass
 from lohan_fx.errors import LohanError, StorageError, format_bytes
 from lohan_fx.manifest import HEADER, UNKNOWN, WHOLE_FILE, bytes_of
-from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.lane import Lane
 from lohan_fx.weights import DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

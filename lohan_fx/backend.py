@@ -33,7 +33,8 @@ from lohan_fx.planners import Planner, PlannerOptions, make_plan
 from lohan_fx.profiling import profile_hardware
 from lohan_fx.runtime.arena import PageLocker
 from lohan_fx.runtime.engine import Engine, SlotStore, slots_of
-from lohan_fx.runtime.lanes import Lanes, close_elsewhere
+from lohan_fx.runtime.lane import close_elsewhere
+from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.memory import Memory, ssd_paths
 from lohan_fx.runtime.ops import engines
 from lohan_fx.runtime.states import ModelStates

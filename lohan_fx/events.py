@@ -76,7 +76,7 @@ class Worker:
     """A thread: runs processes to their end, one after another.
 
     The next is the one of lowest rank among those that are ready; jobs of rank None run last and in
-    order. If none is ready, the one that was submitted first (`runtime.lanes.RankedLane`).
+    order. If none is ready, the one that was submitted first (`runtime.lane.RankedLane`).
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -31,7 +31,7 @@ from torch import nn
 from lohan_fx.arguments import path_of
 from lohan_fx.errors import HardwareError, StorageError, format_bytes
 from lohan_fx.hardware import HardwareProfile, SsdDevice
-from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.lane import Lane
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.ssd import IoPool
 

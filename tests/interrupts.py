@@ -17,7 +17,8 @@ import torch
 
 from lohan_fx.atomic import TensorFile
 from lohan_fx.runtime.arena import Arena, BufferRing, Region
-from lohan_fx.runtime.lanes import Lane, Lanes, RankedLane, Ticket
+from lohan_fx.runtime.lane import Lane, RankedLane, Ticket
+from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.ssd import IoPool
 from lohan_fx.runtime.waiting import Future
 from tests.faults import interrupted

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from lohan_fx.runtime.arena import Arena, BufferRing
-from lohan_fx.runtime.lanes import Lane, Lanes, Ticket
+from lohan_fx.runtime.lane import Lane, Ticket
+from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.ssd import StripedFile
 from tests.stream_races import StreamRaces
 

@@ -49,7 +49,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from lohan_fx.runtime import ops
-from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.lane import Lane
 from lohan_fx.runtime.native.adam_cuda import CudaAdamKernel
 
 Range = tuple[int, int]

@@ -42,7 +42,7 @@ from lohan_fx.plan import LATE, SCHEDULES
 from lohan_fx.runtime import arena, engine, states
 from lohan_fx.runtime.arena import Arena, BufferRing, PageLocker
 from lohan_fx.runtime.executor import Executor
-from lohan_fx.runtime.lanes import Lane, RankedLane, Ticket
+from lohan_fx.runtime.lane import Lane, RankedLane, Ticket
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile, striped_file
 from lohan_fx.runtime.unit_updates import UnitUpdates

@@ -25,7 +25,7 @@ from lohan_fx.api import LohanModule
 from lohan_fx.errors import StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime.engine import Engine
-from lohan_fx.runtime.lanes import Lane
+from lohan_fx.runtime.lane import Lane
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.updates import Updater
 

@@ -19,7 +19,7 @@ from lohan_fx.backend import backend
 from lohan_fx.errors import LohanError, StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SCHEDULES, WHOLE
-from lohan_fx.runtime.lanes import close_elsewhere
+from lohan_fx.runtime.lane import close_elsewhere
 from lohan_fx.runtime.ssd import Syscalls
 from lohan_fx.runtime.unit_updates import UnitUpdates
 from tests.models import make

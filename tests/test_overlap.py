@@ -21,7 +21,7 @@ from lohan_fx.errors import StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime import ssd
 from lohan_fx.runtime.arena import BufferRing
-from lohan_fx.runtime.lanes import Lane, RankedLane, Ticket
+from lohan_fx.runtime.lane import Lane, RankedLane, Ticket
 from lohan_fx.runtime.unit_updates import UnitUpdates
 from lohan_fx.runtime.updates import Updater
 from tests.models import MLP, loss_of, make

@@ -29,7 +29,8 @@ from lohan_fx.plan import UnitPlan
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.program import lower
 from lohan_fx.runtime.clipping import Clipping
-from lohan_fx.runtime.lanes import Lanes, RankedLane, Ticket
+from lohan_fx.runtime.lane import RankedLane, Ticket
+from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.native import adam
 from lohan_fx.runtime.optimizer import Clip, Results, UnitOptimizer
 from lohan_fx.runtime.recording import Label

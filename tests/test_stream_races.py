@@ -27,7 +27,8 @@ from lohan_fx.planners import Choices, PlannerOptions, finish
 from lohan_fx.planners.tiers import unit_tiers
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.gradient_offload import GradientOffload
-from lohan_fx.runtime.lanes import Lanes, Ticket
+from lohan_fx.runtime.lane import Ticket
+from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.workload import Workload
 from tests.models import loss_of, make
 from tests.simulated_streams import SimulatedRaces, SimulatedStreams

@@ -20,7 +20,7 @@ from lohan_fx.api import LohanModule
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SCHEDULES
 from lohan_fx.runtime.engine import Engine
-from lohan_fx.runtime.lanes import Lane, Ticket
+from lohan_fx.runtime.lane import Lane, Ticket
 from lohan_fx.runtime.ssd import Syscalls
 from lohan_fx.runtime.trials import Trials
 from lohan_fx.runtime.unit_updates import UnitUpdates

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lohan_fx
-from lohan_fx.runtime.lanes import RankedLane, Ticket
+from lohan_fx.runtime.lane import RankedLane, Ticket
 from lohan_fx.runtime.waiting import Future, Latch
 
 

@@ -31,7 +31,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import lohan_fx
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.runtime.lanes import Lane, Lanes, Ticket
+from lohan_fx.runtime.lane import Lane, Ticket
+from lohan_fx.runtime.lanes import Lanes
 
 SHAPE = Shape(layers=24, hidden=1024, heads=16)
 GIB = 2**30

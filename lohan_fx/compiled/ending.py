@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lohan_fx._compat import without_modes
 from lohan_fx.errors import StepError
 from lohan_fx.runtime.executor import Executor
-from lohan_fx.runtime.lanes import close_elsewhere
+from lohan_fx.runtime.lane import close_elsewhere
 from lohan_fx.runtime.memory import Memory
 from lohan_fx.runtime.waiting import Latch
 

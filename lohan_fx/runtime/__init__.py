@@ -7,6 +7,7 @@ _memory, malloc       raw memory as tensors; allocators that a budget can be hel
 arena                 host memory: the slab, its layout, rings of buffers
 ssd                   a package: files striped over directories, threads that move their bytes
 recording             a real step as a timeline
+lane                  a thread that runs jobs in order
 lanes                 transfers between device, host and SSD, beside compute
 native                a package: kernels in C++ and Triton for Adam and for sums
 sums                  gradients added to sums

@@ -20,7 +20,8 @@ from lohan_fx.plan import Plan, Tier
 from lohan_fx.program import window_storage
 from lohan_fx.runtime.arena import Arena, PageLocker
 from lohan_fx.runtime.flats import views_of
-from lohan_fx.runtime.lanes import Lanes, Ticket, storage_of
+from lohan_fx.runtime.lane import Ticket
+from lohan_fx.runtime.lanes import Lanes, storage_of
 from lohan_fx.runtime.recording import Label, Stamp
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates

@@ -9,7 +9,8 @@ from torch import Tensor
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.clipping import Norms
 from lohan_fx.runtime.flats import on_device, views_of
-from lohan_fx.runtime.lanes import Lanes, Ticket
+from lohan_fx.runtime.lane import Ticket
+from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.unit_states import UnitStates
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from lohan_fx.errors import StorageError
 from lohan_fx.footprint import PAGE_BYTES
 from lohan_fx.runtime.arena import BufferRing
-from lohan_fx.runtime.lanes import Lanes, Ticket
+from lohan_fx.runtime.lane import Ticket
+from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.recording import Label
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.unit_states import UnitStates

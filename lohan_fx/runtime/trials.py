@@ -26,7 +26,8 @@ import torch
 
 from lohan_fx.runtime.clipping import Clipping
 from lohan_fx.runtime.flats import Flats, views_of
-from lohan_fx.runtime.lanes import Lane, Lanes, RankedLane, Ticket
+from lohan_fx.runtime.lane import Lane, RankedLane, Ticket
+from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.optimizer import Clip, Results, Scalars
 from lohan_fx.runtime.param_groups import (
     Hyperparameters,

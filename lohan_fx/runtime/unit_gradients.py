@@ -9,7 +9,7 @@ from torch import Tensor
 from lohan_fx.runtime import sums
 from lohan_fx.runtime.clipping import Norms
 from lohan_fx.runtime.flats import Flats, views_of
-from lohan_fx.runtime.lanes import Ticket
+from lohan_fx.runtime.lane import Ticket
 from lohan_fx.runtime.native.adam import Addend
 from lohan_fx.runtime.unit_states import UnitStates
 

@@ -39,7 +39,8 @@ from lohan_fx.runtime.accumulation import Accumulation
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.clipping import Clipping, Norms
 from lohan_fx.runtime.gradient_offload import GradientOffload
-from lohan_fx.runtime.lanes import Lanes, RankedLane, Ticket
+from lohan_fx.runtime.lane import RankedLane, Ticket
+from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.param_groups import same_hyperparameters, snapshot_hyperparameters
 from lohan_fx.runtime.state_pipeline import StatePipeline
 from lohan_fx.runtime.states import ModelStates
