@@ -8,7 +8,7 @@ where an interrupt may leave a lock behind.
 CPython looks for signals when a function begins, when a call has returned and when a loop jumps
 back. Here every line counts, and the end of a function: a bit more than that, but where lines are
 excepted (`headers`) no signal is taken, and between the calls of one line one may be, which only
-real signals meet (`tests.interrupts`, `test_failure.test_a_signal_from_outside`).
+real signals meet (`tests.interrupts`, `test_interrupts.test_a_signal_from_outside`).
 """
 
 from __future__ import annotations
