@@ -180,7 +180,9 @@ def step_table(plan: Plan, moved: Counters | None = None) -> Table:
     table.add_row("  forward", _seconds(p.forward_s))
     table.add_row("  backward", _seconds(p.backward_s))
     table.add_row("bound by", p.binding)
-    table.add_row("recomputed", f"{p.recompute_flops / 1e9:,.2f} GFLOP")
+    # elementwise ops, which are recomputed first, have no FLOPs
+    flops = f"{p.recompute_flops / 1e9:,.2f} GFLOP"
+    table.add_row("recomputing", f"{_seconds(p.recompute_s)}, {flops}")
     for field, (what, _) in _LINKS.items():
         so_far = [short_bytes(getattr(moved, field))] if moved is not None else []
         table.add_row(what, short_bytes(getattr(p, field)), *so_far)

@@ -135,13 +135,18 @@ def test_another_mode_is_another_program(kind: str, hw: HardwareProfile) -> None
     made.lohan.close()
 
 
+def prepared(model: nn.Module, hw: HardwareProfile) -> Any:
+    """The model compiled, with a program."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made: Any = lohan_fx.compile(model, hw=hw, optimizer=optimizer)
+    made.lohan.prepare(torch.ones(2, 4))
+    return made
+
+
 @pytest.mark.parametrize("kind", ["equal parameter", "equal, in the dict", "parameter more"])
 def test_another_parameter_is_refused(kind: str, hw: HardwareProfile) -> None:
     model = Model()
-    made: Any = lohan_fx.compile(
-        model, hw=hw, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
-    )
-    made.lohan.prepare(torch.ones(2, 4))
+    made = prepared(model, hw)
     CHANGES[kind](model)
     name = "more" if kind == "parameter more" else "scale"
     with pytest.raises(StepError, match=rf"parameter second\.{name} is another tensor"):
@@ -152,10 +157,7 @@ def test_another_parameter_is_refused(kind: str, hw: HardwareProfile) -> None:
 def test_a_parameter_that_is_gone_is_missed(hw: HardwareProfile) -> None:
     """As adapters are when peft merges them."""
     model = Model()
-    made: Any = lohan_fx.compile(
-        model, hw=hw, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
-    )
-    made.lohan.prepare(torch.ones(2, 4))
+    made = prepared(model, hw)
     del model.second.scale
     with pytest.raises(
         StepError, match=r"second\.scale is no longer part of the model: .*close\(\)"
@@ -166,10 +168,7 @@ def test_a_parameter_that_is_gone_is_missed(hw: HardwareProfile) -> None:
 
 def test_a_hook_of_a_module_that_came_later_is_refused(hw: HardwareProfile) -> None:
     model = Model()
-    made: Any = lohan_fx.compile(
-        model, hw=hw, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
-    )
-    made.lohan.prepare(torch.ones(2, 4))
+    made = prepared(model, hw)
     model.drop = nn.Dropout(0.0)
     model.drop.register_full_backward_hook(print)
     with pytest.raises(StepError, match="module drop has a hook"):
