@@ -324,12 +324,15 @@ class _Finder:
         return _Cluster(a.phase, a.block, [*a.members, *b.members], early=early)
 
     def hides_a_cut(self, a: _Cluster, b: _Cluster) -> bool:
-        """Whether `b` could be run again from a value of `a` that others read, too, and only from
-        more bytes as one op: that would save a read of the value, and cost a place to recompute
-        from. The float32 copy of a bfloat16 value is no such place, nor is SiLU's result."""
+        """Whether `b` could be run again from values of `a` that others read, too, and only from
+        more bytes as one op: that would save a read of them, and cost a place to recompute from.
+        The float32 copy of a bfloat16 value is no such place, nor is SiLU's result. If `b` needs a
+        value that nobody else reads, `a` is run again with it as it is."""
         inside = {*a.members, *b.members}
         needs = {s for m in b.members for s in self.sources[m]}
-        cut = [m for m in a.members if m in needs and any(r not in inside for r in self.readers[m])]
+        cut = [m for m in a.members if m in needs]
+        if not all(any(r not in inside for r in self.readers[m]) for m in cut):
+            return False
         more = {s for m in a.members for s in self.sources[m]} - inside - needs
         instead = [s for s in more if s.op == "call_function"]
         return bool(cut) and sum(map(_bytes, instead)) > sum(map(_bytes, cut))

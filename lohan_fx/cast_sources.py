@@ -1,0 +1,126 @@
+"""Let backward make again what forward cast to a wider dtype, instead of saving it.
+
+A norm in float32 around bfloat16 (Llama's RMSNorm and its kin) saves the float32 copy of its input:
+twice the bytes of the input itself, which nothing else saves. Worse, that input is the block's: a
+step in which no block input is saved leaves LoHan's A_interBlock (§IV-B) empty, and what recomputes
+one block begins at the embedding. So
+
+    forward   x [bfloat16] → cast → c [float32] → …          saved: c
+    backward  … c …
+
+becomes
+
+    forward   x → cast → c → …                               saved: x
+    backward  x → cast → c' → … c' …
+
+The same op on the same values: exact. Left alone are casts that backward would have to hold more
+for: of a part of a storage that is larger than the cast and not read in backward anyway; those
+whose result the step returns; and casts of parameters, which would have to come back for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from lohan_fx._compat import storage_key
+
+_CAST = torch.ops.aten._to_copy.default
+
+_Read = tuple[fx.Node, fx.Node]
+"""What is read, and the op of backward that reads it."""
+
+
+def save_sources_of_casts(graph: fx.Graph) -> int:
+    """Rewrite a joint graph in place; nodes have ``meta["val"]`` and ``meta["phase"]``.
+
+    Returns:
+        how many casts backward makes again.
+    """
+    reads: dict[int, list[_Read]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and node.meta["phase"] == "backward":
+            for source in node.all_input_nodes:
+                if (key := _key(source)) is not None:
+                    reads[key].append((source, node))
+    returned = {_key(node) for node in graph.output_node().all_input_nodes}
+    count = 0
+    for cast in list(graph.nodes):
+        if not _widens(cast) or _key(cast) in returned:
+            continue
+        of_cast = reads.get(storage_key(cast.meta["val"]), [])
+        paths = {source: _path(source, cast) for source, _ in of_cast}
+        if of_cast and all(paths.values()) and _is_smaller(cast, reads):
+            _make_again(graph, of_cast, paths)
+            count += 1
+    return count
+
+
+def _key(node: fx.Node) -> int | None:
+    """Identity of the node's storage; None: it is no tensor."""
+    value = node.meta.get("val")
+    return storage_key(value) if isinstance(value, torch.Tensor) else None
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a cast or a view is made of."""
+    (source,) = node.all_input_nodes
+    return source
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether the node is a cast in forward, to a wider floating-point dtype and nothing else."""
+    if node.target is not _CAST or node.meta["phase"] != "forward":
+        return False
+    before, after = _source(node).meta["val"], node.meta["val"]
+    return bool(
+        before.dtype.is_floating_point
+        and after.dtype.is_floating_point
+        and after.dtype.itemsize > before.dtype.itemsize
+        and after.device == before.device
+    )
+
+
+def _is_smaller(cast: fx.Node, reads: dict[int, list[_Read]]) -> bool:
+    """Whether to save the source takes less than to save the cast."""
+    source = _source(cast)
+    key = _key(source)
+    root = source
+    while root.op != "placeholder" and len(root.all_input_nodes) == 1:
+        if _key(_source(root)) != key:
+            break
+        root = _source(root)
+    if root.op == "placeholder":  # there all the time, unless it is a parameter
+        return bool(root.meta["role"].kind != "parameter")
+    whole = source.meta["val"].untyped_storage().nbytes()
+    return key in reads or bool(whole < cast.meta["val"].nbytes)
+
+
+def _path(view: fx.Node, cast: fx.Node) -> list[fx.Node]:
+    """The cast and the views that lead from it to one of them; empty if that is not all."""
+    path = [view]
+    while path[-1] is not cast:
+        if _key(path[-1]) != _key(cast) or len(path[-1].all_input_nodes) != 1:
+            return []
+        path.append(_source(path[-1]))
+    return path[::-1]
+
+
+def _make_again(graph: fx.Graph, reads: list[_Read], paths: dict[fx.Node, list[fx.Node]]) -> None:
+    """Cast again in front of the first read; all of them, in order, read that."""
+    first = reads[0][1]
+    made: dict[fx.Node, fx.Node] = {}
+    for source, reader in reads:
+        for node in paths[source]:
+            if node in made:
+                continue
+            with graph.inserting_before(first):
+                copy = made[node] = graph.node_copy(node, lambda n: made.get(n, n))
+            args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+            target: Any = node.target
+            with torch.no_grad():
+                copy.meta = {**first.meta, "val": target(*args, **kwargs)}
+        reader.replace_input_with(source, made[source])
