@@ -4,6 +4,8 @@ A plan is made from rooflines and a profile that was taken on an idle machine. I
 their own time, and links, SSDs and the CPU optimizer share the host's memory. So the second step
 times every op, the third and the fourth record the lanes; from these come seconds by op and the
 rates at which bytes really moved. Plans are compared by `simulate` with those, never by a clock.
+Steps are those of the optimizer: of several backwards that make one, the first is timed and all are
+recorded, and the plan changes between two steps.
 Nothing here changes a model: see `compiled.replanning`.
 """
 
@@ -86,7 +88,8 @@ class _Timed(Protocol):
 
 
 class Refinement:
-    """Watches the first steps of one program. A step of another one in between starts it again."""
+    """Watches the first steps of one program. A forward of another one in between starts it
+    again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -94,20 +97,26 @@ class Refinement:
         self._step = 0
         self._timer: OpTimer | None = None
         self._recorder: Recorder | None = None
+        self._num_recorded = 0
 
-    def before_step(self, executor: _Timed, lanes: Lanes) -> bool:
-        """A step begins; says whether all is measured, and then leaves nothing attached."""
+    def before_forward(self, executor: _Timed, lanes: Lanes, *, begins: bool) -> bool:
+        """A forward begins, and with it a step (`begins`) or not; says whether all is measured, and
+        then leaves nothing attached."""
         if self._executor is not executor:
             self.detach(lanes)
             self._executor, self._step, self._timer, self._recorder = executor, 0, None, None
-        self._step += 1
+            self._num_recorded = 0
+        self._step += begins
         if self._timer is not None and executor.timer is self._timer:
             executor.timer = None
-        if self._step == TIMED_STEP and executor.timer is None:
+        if self._step == TIMED_STEP and self._timer is None and executor.timer is None:
             executor.timer = self._timer = OpTimer(self._device)
         if self._step == RECORDED_STEPS[0] and lanes.recorder is None:
             lanes.recorder = self._recorder = Recorder(self._device)
-        return self._step > RECORDED_STEPS[-1]
+        if self._step > RECORDED_STEPS[-1]:
+            return True
+        self._num_recorded += self._recorder is not None
+        return False
 
     def detach(self, lanes: Lanes) -> None:
         """Measure no more. The steps that were recorded must have ended."""
@@ -123,28 +132,29 @@ class Refinement:
             return None
         timeline = self._recorder.timeline("first steps")
         seconds = self._timer.seconds()
-        share = running_share(timeline, workload.timed(seconds), plan, len(RECORDED_STEPS))
+        share = running_share(timeline, workload.timed(seconds), plan, self._num_recorded)
         return Measured(
             workload=workload.timed({op: share * s for op, s in seconds.items()}),
             hw=corrected(hw, timeline, workload, plan.schedule),
         )
 
 
-def running_share(timeline: Timeline, timed: Workload, plan: Plan, num_steps: int) -> float:
-    """Seconds of compute in a recorded step over those of all its ops, timed one by one; at most 1.
+def running_share(timeline: Timeline, timed: Workload, plan: Plan, num_runs: int) -> float:
+    """Seconds of compute in what was recorded over those of all its ops, timed one by one; at most
+    1.
 
     Timing adds to small ops: on CUDA the device waits at times for the host, which is slow beside
     the CPU optimizer (a Llama of 1.2B on an H100: 0.26 s of ops in a step that computes for 0.20).
 
     Args:
         timed: with the seconds of ops by themselves.
-        num_steps: that were recorded.
+        num_runs: forwards with their backward that were recorded.
     """
     ops = sum(
         x.seconds for x in lower(timed, plan).instructions if x.kind in ("compute", "recompute")
     )
     ran = sum(s.seconds for s in timeline.by_lane["gpu"] if not s.stall and s.kind != "update")
-    return min(1.0, max(ran / num_steps / ops, 1 / _MAX_CORRECTION)) if ops and ran else 1.0
+    return min(1.0, max(ran / num_runs / ops, 1 / _MAX_CORRECTION)) if ops and ran else 1.0
 
 
 def corrected(

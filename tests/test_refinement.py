@@ -15,6 +15,7 @@ from torch import nn
 import lohan_fx
 import lohan_fx.compiled.allocation
 import lohan_fx.compiled.replanning
+import lohan_fx.refinement
 from lohan_fx.api import LohanModule
 from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
@@ -24,8 +25,16 @@ from lohan_fx.refinement import RECORDED_STEPS, corrected, running_share
 from lohan_fx.simulate import simulate
 from lohan_fx.timeline import Span, Timeline
 from lohan_fx.workload import Workload
+from tests.loops import check, windows
 from tests.models import make
-from tests.training import assert_identical, cpu_hardware, eager, step, training_of
+from tests.training import (
+    Training,
+    assert_identical,
+    cpu_hardware,
+    eager,
+    step,
+    training_of,
+)
 from tests.workloads import budget, gpt_workload, small_hardware
 
 NUM_STEPS = 7
@@ -116,6 +125,50 @@ def test_a_faster_plan_replaces_the_first_one_and_the_run_stays_exact(
     states = model.lohan.optimizer.state_dict()["state"]  # type: ignore[union-attr]
     assert {float(s["step"]) for s in states.values()} == {float(NUM_STEPS)}
     model.lohan.close()
+
+
+@pytest.mark.parametrize("how", ["number", "kept"])
+@pytest.mark.usefixtures("judged")
+def test_of_several_backwards_whole_steps_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The first update of all, in the first step, is a slow one. And a plan must not change between
+    two backwards, when units have sums."""
+    measured: list[Timeline] = []
+    shares: list[int] = []
+
+    def note(hw: HardwareProfile, timeline: Timeline, *rest: Any) -> HardwareProfile:
+        measured.append(timeline)
+        return corrected(hw, timeline, *rest)
+
+    def note_runs(timeline: Timeline, timed: Workload, plan: Plan, num_runs: int) -> float:
+        shares.append(num_runs)
+        return running_share(timeline, timed, plan, num_runs)
+
+    monkeypatch.setattr(lohan_fx.refinement, "corrected", note)
+    monkeypatch.setattr(lohan_fx.refinement, "running_share", note_runs)
+    sizes = (3, 3, 3, 3, 3, 3) if how == "number" else (3, 3, 1, 3, 2, 3)
+    seen: list[bool] = []
+
+    def between(model: nn.Module, _: Training) -> None:
+        if isinstance(model, LohanModule):
+            seen.append(model.lohan.refined is not None)
+
+    options: dict[str, Any] = {"number": {"accumulate": 3}, "kept": {"gradients": "kept"}}[how]
+    check(
+        "mlp",
+        windows("mlp", sizes, between=between),
+        cpu_hardware(tmp_path),
+        monkeypatch,
+        strategy=Turns(("swap-all", "host"), ("keep-all", "device")),
+        refine=True,
+        **options,
+    )
+    (timeline,) = measured
+    assert seen == [False] * sum(sizes[:4]) + [True] * sum(sizes[4:])
+    assert shares == [sum(sizes[2:4])]
+    updates = [s.name for s in timeline.by_lane["cpu"] if s.kind == "update"]
+    assert len(updates) == len(RECORDED_STEPS) * len(set(updates)) > 0
 
 
 @pytest.mark.usefixtures("judged")
@@ -323,14 +376,14 @@ def test_ops_are_not_slower_together_than_they_run() -> None:
     step = simulate(workload, plan, hw).timeline
     seconds = {op.name: op.seconds for op in workload.ops}
 
-    def share(factor: float, num_steps: int = 1) -> float:
+    def share(factor: float, num_runs: int = 1) -> float:
         timed = workload.timed({op: factor * s for op, s in seconds.items()})
-        return running_share(step, timed, plan, num_steps)
+        return running_share(step, timed, plan, num_runs)
 
     assert share(1.0) == pytest.approx(1.0)
     assert share(1.25) == pytest.approx(0.8)
     assert share(0.5) == 1.0  # what waits between ops is not theirs
-    assert share(1.0, num_steps=2) == pytest.approx(0.5)
+    assert share(1.0, num_runs=2) == pytest.approx(0.5)
     assert share(100.0) == 0.25
     nothing = Timeline(name="nothing", spans=())
     assert running_share(nothing, workload, plan, 1) == 1.0

@@ -76,7 +76,9 @@ class CompiledModel:
         self.integrity = Integrity(programs, training.accumulation)
         self.builder = Builder(user, options, training, self.arriving, programs)
         self._lookup = Lookup(programs, self.builder, self._notices)
-        self._replanner = Replanner(programs, self.builder, self._notices)
+        self._replanner = Replanner(
+            programs, self.builder, self._notices, self._meter if optimizer is not None else None
+        )
         self._runner = Runner(
             user, options, training, programs, self.integrity, self._lookup, self._replanner
         )

@@ -11,6 +11,7 @@ from lohan_fx.compiled.building import Builder
 from lohan_fx.compiled.notices import Notices
 from lohan_fx.compiled.programs import CompiledProgram, Programs
 from lohan_fx.errors import InsufficientMemoryError
+from lohan_fx.metrics import Meter
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners.evaluate import step_seconds
 from lohan_fx.refinement import MIN_GAIN, Measured, Outcome, Refinement
@@ -19,13 +20,20 @@ from lohan_fx.refinement import MIN_GAIN, Measured, Outcome, Refinement
 class Replanner:
     """Watches the first steps, and replaces the programs if another plan is faster.
 
+    Args:
+        meter: counts the optimizer's steps; None: there are none, and every forward begins one.
+
     Attributes:
         outcome: what became of it; None: nothing yet.
     """
 
-    def __init__(self, programs: Programs, builder: Builder, notices: Notices) -> None:
+    def __init__(
+        self, programs: Programs, builder: Builder, notices: Notices, meter: Meter | None
+    ) -> None:
         options = builder.options
         self.outcome: Outcome | None = None
+        self._meter = meter
+        self._last_step = -1  # how many steps had ended when one began
         self._programs = programs
         self._builder = builder
         self._notices = notices
@@ -42,7 +50,7 @@ class Replanner:
         assert memory is not None
         if builder.options.forwards > 1 and programs.waiting():
             return program  # what waits could not be moved
-        if not refinement.before_step(program.executor, memory.lanes):
+        if not refinement.before_forward(program.executor, memory.lanes, begins=self._begins()):
             return program
         self._refinement = None
         programs.sync()  # units may move; what user code wrote into them has been taken over
@@ -67,6 +75,13 @@ class Replanner:
         if self.outcome.changed:
             self._notices.say("refined", self.outcome.text())
         return program
+
+    def _begins(self) -> bool:
+        """Whether the forward that begins now is a step's first."""
+        if self._meter is None:
+            return True
+        before, self._last_step = self._last_step, self._meter.num_steps
+        return before != self._last_step
 
     def _better_plan(self, plan: Plan, measured: Measured) -> tuple[Plan | None, float, float]:
         """A plan for what was measured, if it is worth it; seconds a step of both. Units stay on
