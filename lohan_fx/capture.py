@@ -23,6 +23,7 @@ from lohan_fx import _compat
 from lohan_fx.capture_failure import FIXED_SHAPES, explain, location
 from lohan_fx.cast_sources import save_sources_of_casts
 from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES, chunk_losses
+from lohan_fx.equal_values import merge_equal_values
 from lohan_fx.errors import CaptureError
 from lohan_fx.joint_copy import constants_of, copy_joint
 from lohan_fx.joint_graph import Captured, InputRole, OutputRole, op_name
@@ -355,6 +356,7 @@ def _normalize(
     graph = copy_joint(source, roles, returned)
     outputs = [role for _, role in returned]
     chunk_losses(graph, loss_chunk_bytes)
+    merge_equal_values(graph)
     save_sources_of_casts(graph)
     inputs = tuple(n.meta["role"] for n in graph.find_nodes(op="placeholder"))
     num_outputs = len(dynamo.output_values)

@@ -53,7 +53,7 @@ def copy_joint(
     outputs = [(env[v] if isinstance(v, fx.Node) else v, role) for v, role in returned]
     graph.output(tuple(_own(graph, v, older) if r.kind == "gradient" else v for v, r in outputs))
     _drop_aliases(graph)
-    _drop_dead(graph)
+    drop_dead(graph)
     return graph
 
 
@@ -149,7 +149,7 @@ def _drop_aliases(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0], lambda user: user.op != "output")
 
 
-def _drop_dead(graph: fx.Graph) -> None:
+def drop_dead(graph: fx.Graph) -> None:
     """Remove what nobody reads, but never an op that draws randomness: eager draws it too."""
     for node in reversed(list(graph.nodes)):
         if node.users or node.op == "output":

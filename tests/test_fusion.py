@@ -519,7 +519,6 @@ def test_what_a_llamas_layer_launches() -> None:
         "fused_mul_neg_cat_add",  # rotary embeddings of queries
         "fused_mul_neg_cat_add",  # and of keys, for all heads
         "aten.clone",  # values, for all heads
-        "fused_where",  # the mask, of two numbers
         "aten._scaled_dot_product_flash_attention_for_cpu",
         "aten.mm",
         "aten.add.Tensor",
