@@ -248,14 +248,18 @@ class Builder:
         for half in (halves.forward, halves.backward):
             if half is not None:
                 direct_calls(half)
+        buffers = Buffers(self._user.ref, self.options.device)
         executor = Executor(
             captured=captured,
             halves=halves,
             engine=engine,
             parameters=Resident(memory.states, captured),
-            buffers=Buffers(self._user.ref, self.options.device),
+            buffers=buffers,
             reachable=Reachable(
-                halves.reachable, _read_late(captured, instructions, workload, memory)
+                saved=halves.reachable,
+                parameters=_read_late(captured, instructions, workload, memory),
+                buffers=tuple(r.target for r in halves.backward_inputs if r.kind == "buffer"),
+                find_buffer=buffers,
             ),
         )
         self._programs.executors.add(executor)

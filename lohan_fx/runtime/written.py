@@ -1,13 +1,12 @@
 """What backward reads and user code can reach, and whether it was written in the meantime.
 
 Autograd counts the writes into what it saves and refuses a backward through what has changed. A
-program saves in its own hands, and reads parameters again, so it has to count itself: inputs, what
-forward returned, parameters.
+program saves in its own hands, and reads parameters and buffers again, so it has to count itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -16,23 +15,27 @@ from lohan_fx._compat import versions_of
 from lohan_fx.errors import StepError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reachable:
     """What a program's backward reads that user code may write into.
 
     Attributes:
         saved: index among the saved tensors, and what that is to the user.
         parameters: by name.
+        buffers: their names.
+        find_buffer: name → the module's buffer.
     """
 
-    saved: tuple[tuple[int, str], ...] = ()
-    parameters: tuple[tuple[str, nn.Parameter], ...] = ()
+    saved: tuple[tuple[int, str], ...]
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    buffers: tuple[str, ...]
+    find_buffer: Callable[[str], Tensor]
 
     def versions(self, saved: Sequence[Tensor]) -> list[int]:
         """How often each was written so far."""
-        return versions_of(
-            [*(p for _, p in self.parameters), *(saved[index] for index, _ in self.saved)]
-        )
+        parameters = (p for _, p in self.parameters)
+        buffers = map(self.find_buffer, self.buffers)
+        return versions_of([*parameters, *buffers, *(saved[index] for index, _ in self.saved)])
 
     def check(self, saved: Sequence[Tensor], before: Sequence[int]) -> None:
         """See that nothing was written since.
@@ -45,6 +48,7 @@ class Reachable:
             return
         names = [
             *(f"parameter {name}" for name, _ in self.parameters),
+            *(f"buffer {name}" for name in self.buffers),
             *(what for _, what in self.saved),
         ]
         written = [n for n, a, b in zip(names, before, now, strict=True) if a != b]
