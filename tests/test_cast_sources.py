@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from lohan_fx.joint_graph import is_random
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.program import regions_of
 from lohan_fx.workload import Workload
-from tests.captured import BUDGET, HW, STATES, Step, check_exact, run_eager, run_graph, step_of
+from tests.captured import BUDGET, HW, STATES, Step, check_exact, step_of
 from tests.models import VOCAB, WIDTH, make
 from tests.training import Squeezed, cpu_hardware, identical, training_of
 
@@ -90,13 +90,20 @@ def llama(
         num_key_value_heads=2,
         vocab_size=VOCAB,
         use_cache=False,
-        attn_implementation=attention,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         ids = torch.randint(0, VOCAB, (2, 12))
         model: nn.Module = LlamaForCausalLM(config).bfloat16()
-        return model, {"input_ids": ids, "labels": ids}
+        return model, {"input_ids": ids, "labels": ids, "attention_mask": padding(2, 12)}
+
+
+def padding(*shape: int) -> Tensor:
+    """The mask of a batch whose last row is shorter. (Without one, eager mode's attention is told
+    that it is causal, and a traced model's is given a mask: sums are rounded otherwise.)"""
+    mask = torch.ones(shape, dtype=torch.long)
+    mask[-1, -3:] = 0
+    return mask
 
 
 @pytest.fixture(scope="module")
@@ -178,38 +185,29 @@ def test_a_cast_belongs_to_the_block_and_module_that_reads_it(llama_step: Step) 
 # -- exact -------------------------------------------------------------------------------------
 
 
-def test_a_llama_is_exact() -> None:
-    model, inputs = llama(attention="eager")
-    check_exact(model, (), inputs)
+def test_a_llama_is_exact(llama_step: Step) -> None:
+    check_exact(llama_step.model, (), llama_step.kwargs, captured=llama_step.captured)
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_steps_in_bfloat16_are_what_they_were(name: str) -> None:
-    """With dropout in Llama's attention and everywhere in T5, whose norms and softmax are in
-    float32. (Fused attention and T5's position biases sum in another order than eager mode.)"""
+def test_dropout_and_bfloat16_are_exact(name: str) -> None:
+    """Dropout in Llama's attention, and everywhere in T5; norms and softmax in float32."""
     model, inputs = make(name)
-    model = model.bfloat16()
     for module in model.modules():
         if hasattr(module, "config"):
             module.config.use_cache = False
-    captured = capture(model, (), inputs)
-    with switched_off():
-        before = capture(model, (), inputs)
+    inputs["attention_mask"] = padding(*inputs["input_ids"].shape)
+    if name == "t5":
+        inputs["decoder_attention_mask"] = padding(*inputs["labels"].shape)
+    captured = check_exact(model.bfloat16(), (), inputs)
     assert len(made_again(captured.graph.graph)) >= 5
     captured.graph.graph.lint()
     assert not dead(captured.graph.graph)
-    _, tangents = run_eager(model, (), inputs, lambda o: o.loss, nullcontext())
-    have = run_graph(captured, model, (), inputs, tangents)
-    want = run_graph(before, model, (), inputs, tangents)
-    assert all(map(identical, have.outputs, want.outputs))
-    assert have.gradients.keys() == want.gradients.keys()
-    assert all(identical(g, want.gradients[key]) for key, g in have.gradients.items())
-    assert torch.equal(have.rng, want.rng)
 
 
 @pytest.mark.parametrize("strategy", ["recompute-all", "swap-all", "lohan"])
 def test_training_a_llama_is_plain_pytorchs(strategy: str, tmp_path: Path) -> None:
-    model, inputs = llama(2, attention="eager")
+    model, inputs = llama(2)
     plain = copy.deepcopy(model)
     training, other = training_of("adamw", model), training_of("adamw", plain)
     made = lohan_fx.compile(
