@@ -17,6 +17,9 @@ The same op on the same values: exact. Left alone are casts that backward would 
 for: of a part of a storage that is larger than the cast and not read in backward anyway; those
 whose result the step returns; those of parameters, which would have to come back for it; and those
 of buffers and inputs that the step writes, which would have to be copied before.
+
+What user code has of the sources (an input, a result) it may not write before backward then, though
+plain PyTorch, which saved the cast, would not mind: `runtime.written` refuses the backward.
 """
 
 from __future__ import annotations

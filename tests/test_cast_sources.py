@@ -20,6 +20,7 @@ import lohan_fx.capture
 from lohan_fx.annotate import annotate, is_view, unit_layouts
 from lohan_fx.api import LohanModule
 from lohan_fx.capture import Captured, capture
+from lohan_fx.errors import StepError
 from lohan_fx.joint_graph import is_random
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.program import regions_of
@@ -228,6 +229,20 @@ def test_training_a_llama_is_plain_pytorchs(strategy: str, tmp_path: Path) -> No
     found = dict(made.named_parameters())
     assert all(identical(found[key], p) for key, p in plain.named_parameters())
     assert made.plan.count("recompute" if strategy == "recompute-all" else "swap")
+    made.lohan.close()
+
+
+def test_a_source_that_is_written_before_backward_is_refused(tmp_path: Path) -> None:
+    """Never a wrong gradient; plain PyTorch, which saved the cast, would give the right one."""
+    model = Toy(REWRITTEN["input"][0], BF16)
+    training = training_of("sgd", model)
+    made = lohan_fx.compile(model, hw=cpu_hardware(tmp_path), optimizer=training.optimizer)
+    assert isinstance(made, LohanModule)
+    x = torch.randn(N, N).bfloat16()
+    loss = made(x)
+    x.add_(1)
+    with pytest.raises(StepError, match="input 0 was written in place"):
+        loss.backward()
     made.lohan.close()
 
 
