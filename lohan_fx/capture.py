@@ -357,7 +357,7 @@ def _normalize(
     outputs = [role for _, role in returned]
     chunk_losses(graph, loss_chunk_bytes)
     merge_equal_values(graph)
-    save_sources_of_casts(graph, outputs)
+    save_sources_of_casts(graph)
     inputs = tuple(n.meta["role"] for n in graph.find_nodes(op="placeholder"))
     num_outputs = len(dynamo.output_values)
     _check_roles(inputs, outputs, num_outputs, differentiable)

@@ -15,11 +15,11 @@ becomes
 
 The same op on the same values: exact. Left alone are casts that backward would have to hold more
 for: of a part of a storage that is larger than the cast and not read in backward anyway; those
-whose result the step returns; those of parameters, which would have to come back for it; and those
-of buffers and inputs that the step writes, which would have to be copied before.
+whose result the step returns; and those of what the step is given: parameters would have to come
+back for it, inputs and buffers may be written before backward.
 
-What user code has of the sources (an input, a result) it may not write before backward then, though
-plain PyTorch, which saved the cast, would not mind: `runtime.written` refuses the backward.
+A result that is such a source may not be written before backward then, though plain PyTorch, which
+saved the cast, would not mind: `runtime.written` refuses the backward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from torch import fx
 
 from lohan_fx._compat import storage_key
 from lohan_fx.joint_copy import drop_dead
-from lohan_fx.joint_graph import OutputRole
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -41,11 +40,8 @@ _Read = tuple[fx.Node, fx.Node]
 """What is read, and the op of backward that reads it."""
 
 
-def save_sources_of_casts(graph: fx.Graph, outputs: Sequence[OutputRole]) -> int:
+def save_sources_of_casts(graph: fx.Graph) -> int:
     """Rewrite a joint graph in place; nodes have ``meta["val"]`` and ``meta["phase"]``.
-
-    Args:
-        outputs: the roles of the graph's outputs.
 
     Returns:
         how many casts backward makes again.
@@ -57,32 +53,24 @@ def save_sources_of_casts(graph: fx.Graph, outputs: Sequence[OutputRole]) -> int
                 if _key(source) != _key(node):  # else a view: who reads it reads the storage
                     reads[_key(source)].append((source, node))
     returned = {_key(node) for node in graph.output_node().all_input_nodes}
-    stays = _placeholders(graph, outputs)
+    given = {_key(node) for node in graph.find_nodes(op="placeholder")}
     count = 0
     for cast in reversed(list(graph.nodes)):  # of a chain, the last: it reads the one before
         key = _key(cast)
         if not _widens(cast) or key in returned or key not in reads:
             continue
         source = _source(cast)
+        if _key(source) in given:
+            continue
         whole = source.meta["val"].untyped_storage().nbytes()
         smaller = _key(source) in reads or whole < cast.meta["val"].nbytes
         paths = {view: _path(view, cast) for view, _ in reads[key]}
-        if stays.get(_key(source), smaller) and all(paths.values()):
+        if smaller and all(paths.values()):
             again = _make_again(graph, reads.pop(key), paths)
             reads[_key(source)].append((source, again))
             count += 1
     drop_dead(graph)  # views that backward reads in its own casts now
     return count
-
-
-def _placeholders(graph: fx.Graph, outputs: Sequence[OutputRole]) -> dict[int | None, bool]:
-    """Storage of a placeholder → whether it is there in backward as it was, at no cost."""
-    written = {(role.target, role.index) for role in outputs if role.kind == "mutation"}
-    return {
-        _key(node): role.kind != "parameter" and (role.target, role.index) not in written
-        for node in graph.find_nodes(op="placeholder")
-        for role in [node.meta["role"]]
-    }
 
 
 def _key(node: fx.Node) -> int | None:

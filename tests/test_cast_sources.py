@@ -232,18 +232,38 @@ def test_training_a_llama_is_plain_pytorchs(strategy: str, tmp_path: Path) -> No
     made.lohan.close()
 
 
-def test_a_source_that_is_written_before_backward_is_refused(tmp_path: Path) -> None:
-    """Never a wrong gradient; plain PyTorch, which saved the cast, would give the right one."""
-    model = Toy(REWRITTEN["input"][0], BF16)
-    training = training_of("sgd", model)
-    made = lohan_fx.compile(model, hw=cpu_hardware(tmp_path), optimizer=training.optimizer)
-    assert isinstance(made, LohanModule)
-    x = torch.randn(N, N).bfloat16()
-    loss = made(x)
-    x.add_(1)
-    with pytest.raises(StepError, match="input 0 was written in place"):
+def test_a_source_that_is_written_before_backward(tmp_path: Path) -> None:
+    """Never a wrong gradient: an input's cast is saved, as in plain PyTorch; a result is refused,
+    for which plain PyTorch would give the right one."""
+    made = compiled_toy(REWRITTEN["also returned narrow"][0], tmp_path)
+    loss, h = made(torch.randn(N, N).bfloat16())
+    h.add_(1)
+    with pytest.raises(StepError, match="output 1 was written in place"):
         loss.backward()
     made.lohan.close()
+
+    made = compiled_toy(only_cast, tmp_path, optimizer=False)
+    model = Toy(only_cast, BF16)
+    model.load_state_dict(made.state_dict())
+    x = torch.randn(N, N).bfloat16()
+    for each in (made, model):
+        given = x.clone()
+        loss = each(given)
+        given.add_(1)
+        loss.backward()
+    assert identical(made.get_parameter("wide").grad, model.wide.grad)
+    made.lohan.close()
+
+
+def only_cast(toy: Any, h: Tensor, x: Tensor) -> Any:
+    return (x.float() * toy.wide).sum()
+
+
+def compiled_toy(body: Any, directory: Path, *, optimizer: bool = True) -> Any:
+    model = Toy(body, BF16)
+    training = training_of("sgd", model)
+    hw = cpu_hardware(directory)
+    return lohan_fx.compile(model, hw=hw, optimizer=training.optimizer if optimizer else None)
 
 
 class Mixed(nn.Module):
@@ -354,8 +374,6 @@ REWRITTEN: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], int]] = {
     "piece of what is read": (piece_of_what_is_read, 1),
     "expanded": (lambda toy, h, x: h[:, :1].expand(N, 3 * N).float().sin().sum(), 1),
     "in a product": (in_a_product, 1),
-    "input": (lambda toy, h, x: (h.sum() + x.float() * toy.wide).sum(), 1),
-    "buffer": (lambda toy, h, x: (h.sum() + toy.scale.float() * toy.wide).sum(), 1),
     "also returned narrow": (lambda toy, h, x: (h.float().sin().sum(), h), 1),
 }
 
@@ -434,6 +452,8 @@ LEFT_ALONE: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "narrowed": lambda toy, h, x: toy.wide.sin().bfloat16().sin().sum() + h.sum(),
     "as wide": lambda toy, h, x: h.to(F16 if h.dtype == BF16 else BF16).sin().sum(),
     "integer": lambda toy, h, x: (h.sum() + torch.arange(N).float() * toy.wide).sum(),
+    "input": lambda toy, h, x: (h.sum() + x.float() * toy.wide).sum(),
+    "buffer": lambda toy, h, x: (h.sum() + toy.scale.float() * toy.wide).sum(),
     "boolean": lambda toy, h, x: (h.sum() + (x > 0).float() * toy.wide).sum(),
     "buffer that the step writes": changed_buffer,
 }

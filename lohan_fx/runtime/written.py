@@ -54,7 +54,7 @@ class Reachable:
         written = [n for n, a, b in zip(names, before, now, strict=True) if a != b]
         raise StepError(
             f"{', '.join(written[:3])}{' …' if len(written) > 3 else ''} was written in place "
-            "between forward and backward, which needs the value that forward saw (as plain "
-            "PyTorch refuses where it saved it): write after backward, or into a clone. This "
-            "forward's backward cannot run any more; the next forward can"
+            "between forward and backward, which needs the value that forward saw (plain PyTorch "
+            "refuses that, too, where its backward does): write after backward, or into a clone. "
+            "This forward's backward cannot run any more; the next forward can"
         )
