@@ -5,8 +5,8 @@ same, and its backward reads it: as many residuals, or as many times recomputed 
 positions are made. So values that backward reads, and that the same ops make of the same values,
 become the first of them, made behind what it is made of, outside of the blocks.
 
-The same ops on the same values: exact. Left alone are results of ops that draw, write or hold a
-graph, what the step returns (callers may write into it), and values with views in forward.
+The same ops on the same values: exact. Left alone are results of ops that draw, write, hold a graph
+or return several tensors, what the step returns (callers may write into it), and values with views.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from lohan_fx._compat import storage_key
 from lohan_fx.joint_copy import drop_dead
@@ -89,16 +90,21 @@ def _key(node: fx.Node) -> int | None:
     return storage_key(value) if isinstance(value, torch.Tensor) else None
 
 
+def _keys(node: fx.Node) -> set[int]:
+    """Identities of all storages that the node returns."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return {storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
 def _is_saved(node: fx.Node) -> bool:
     """Whether the node is an op whose one result is a tensor of its own that backward reads, and
-    that has no views in forward."""
+    that has no views."""
     key = _key(node)
     return (
         node.op == "call_function"
         and key is not None
         and is_repeatable(node)
-        and all(_key(source) != key for source in node.all_input_nodes)
-        and all(_key(user) != key for user in node.users)
+        and all(key not in _keys(other) for other in (*node.all_input_nodes, *node.users))
         and any(user.op != "output" and user.meta["phase"] == "backward" for user in node.users)
     )
 
@@ -137,12 +143,23 @@ def _move_out(graph: fx.Graph, node: fx.Node) -> None:
     for source in chain:
         with graph.inserting_before(node):
             copy = made[source] = graph.node_copy(source, lambda n: made.get(n, n))
-        if not source.all_input_nodes:
-            copy.meta = {**copy.meta, "val": torch.empty_like(source.meta["val"])}
+        copy.meta["val"] = _value_of(copy)
         _locate(copy, location)
     for source, copy in made.items():
         node.replace_input_with(source, copy)
     _locate(node, location)
+
+
+def _value_of(copy: fx.Node) -> torch.Tensor:
+    """What a copied op returns: a number of its own, or a view of what the copy reads."""
+    value: torch.Tensor = copy.meta["val"]
+    with torch.no_grad():
+        if not copy.all_input_nodes:
+            return torch.empty_like(value)
+        args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+        target: Any = copy.target
+        made: torch.Tensor = target(*args, **kwargs)
+        return made
 
 
 def _locate(node: fx.Node, location: dict[str, Any]) -> None:
