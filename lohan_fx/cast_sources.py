@@ -15,18 +15,24 @@ becomes
 
 The same op on the same values: exact. Left alone are casts that backward would have to hold more
 for: of a part of a storage that is larger than the cast and not read in backward anyway; those
-whose result the step returns; and casts of parameters, which would have to come back for it.
+whose result the step returns; and those of what the step is given: parameters would have to come
+back for it, inputs and buffers may be written before backward.
+
+A result that is such a source may not be written before backward then, though plain PyTorch, which
+saved the cast, would not mind: `runtime.written` refuses the backward.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from lohan_fx._compat import storage_key
+from lohan_fx.joint_copy import drop_dead
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -40,22 +46,30 @@ def save_sources_of_casts(graph: fx.Graph) -> int:
     Returns:
         how many casts backward makes again.
     """
-    reads: dict[int, list[_Read]] = defaultdict(list)
+    reads: dict[int | None, list[_Read]] = defaultdict(list)
     for node in graph.nodes:
         if node.op not in ("placeholder", "output") and node.meta["phase"] == "backward":
             for source in node.all_input_nodes:
-                if (key := _key(source)) is not None:
-                    reads[key].append((source, node))
+                if _key(source) != _key(node):  # else a view: who reads it reads the storage
+                    reads[_key(source)].append((source, node))
     returned = {_key(node) for node in graph.output_node().all_input_nodes}
+    given = {_key(node) for node in graph.find_nodes(op="placeholder")}
     count = 0
-    for cast in list(graph.nodes):
-        if not _widens(cast) or _key(cast) in returned:
+    for cast in reversed(list(graph.nodes)):  # of a chain, the last: it reads the one before
+        key = _key(cast)
+        if not _widens(cast) or key in returned or key not in reads:
             continue
-        of_cast = reads.get(storage_key(cast.meta["val"]), [])
-        paths = {source: _path(source, cast) for source, _ in of_cast}
-        if of_cast and all(paths.values()) and _is_smaller(cast, reads):
-            _make_again(graph, of_cast, paths)
+        source = _source(cast)
+        if _key(source) in given:
+            continue
+        whole = source.meta["val"].untyped_storage().nbytes()
+        smaller = _key(source) in reads or whole < cast.meta["val"].nbytes
+        paths = {view: _path(view, cast) for view, _ in reads[key]}
+        if smaller and all(paths.values()):
+            again = _make_again(graph, reads.pop(key), paths)
+            reads[_key(source)].append((source, again))
             count += 1
+    drop_dead(graph)  # views that backward reads in its own casts now
     return count
 
 
@@ -84,21 +98,6 @@ def _widens(node: fx.Node) -> bool:
     )
 
 
-def _is_smaller(cast: fx.Node, reads: dict[int, list[_Read]]) -> bool:
-    """Whether to save the source takes less than to save the cast."""
-    source = _source(cast)
-    key = _key(source)
-    root = source
-    while root.op != "placeholder" and len(root.all_input_nodes) == 1:
-        if _key(_source(root)) != key:
-            break
-        root = _source(root)
-    if root.op == "placeholder":  # there all the time, unless it is a parameter
-        return bool(root.meta["role"].kind != "parameter")
-    whole = source.meta["val"].untyped_storage().nbytes()
-    return key in reads or bool(whole < cast.meta["val"].nbytes)
-
-
 def _path(view: fx.Node, cast: fx.Node) -> list[fx.Node]:
     """The cast and the views that lead from it to one of them; empty if that is not all."""
     path = [view]
@@ -109,9 +108,11 @@ def _path(view: fx.Node, cast: fx.Node) -> list[fx.Node]:
     return path[::-1]
 
 
-def _make_again(graph: fx.Graph, reads: list[_Read], paths: dict[fx.Node, list[fx.Node]]) -> None:
-    """Cast again in front of the first read; all of them, in order, read that."""
-    first = reads[0][1]
+def _make_again(
+    graph: fx.Graph, reads: Sequence[_Read], paths: dict[fx.Node, list[fx.Node]]
+) -> fx.Node:
+    """Cast again in front of the first read; all of them read that. Returns the cast."""
+    first = min(reader for _, reader in reads)
     made: dict[fx.Node, fx.Node] = {}
     for source, reader in reads:
         for node in paths[source]:
@@ -124,3 +125,5 @@ def _make_again(graph: fx.Graph, reads: list[_Read], paths: dict[fx.Node, list[f
             with torch.no_grad():
                 copy.meta = {**first.meta, "val": target(*args, **kwargs)}
         reader.replace_input_with(source, made[source])
+    (path, *_) = paths.values()
+    return made[path[0]]

@@ -466,6 +466,23 @@ def test_a_place_to_recompute_from_is_left(read_again: bool, products: int) -> N
     assert finder.hides_a_cut(a, b) == hides
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_no_place_to_recompute_from_needs_what_is_not_kept(kept: bool) -> None:
+    """The last op reads two values; if only one has another reader, running the op again takes
+    the ops before it anyway. (A norm: of the copy in float32, and of the kept inverse root.)"""
+    draft = Draft()
+    x, y = draft.placeholder("x"), draft.placeholder("y")
+    made = [draft(aten.mm.default, x, y) for _ in range(3)]
+    wide = draft(aten.addcmul.default, *made)
+    root = draft(aten.sin.default, wide)
+    last = draft(aten.mul.Tensor, wide, root)
+    draft.finish(draft(aten.mm.default, last, root), draft(aten.mm.default, wide if kept else x, y))
+    finder = draft.finder()
+    a, b = (clusters._Cluster("forward", "a", n) for n in ([wide, root], [last]))
+    assert finder.hides_a_cut(a, b) == kept
+    assert ({wide, root, last} in draft.clusters()) != kept
+
+
 def test_the_norms_and_gates_of_a_llama_are_one_op_each() -> None:
     """RMSNorm reads its input once, whose float32 copy and inverse root backward reads, too; a gate
     multiplies SiLU's result, which backward reads, by another product."""

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 from lohan_fx.annotate import annotate
 from lohan_fx.capture import Captured, capture
 from lohan_fx.compiled import allocation
@@ -28,7 +30,7 @@ from lohan_fx.passes.verify import check_invariants, check_program
 from lohan_fx.plan import Plan
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.printing import ProgramModule
-from lohan_fx.program import residency
+from lohan_fx.program import Program, residency
 from lohan_fx.progress import Line
 from lohan_fx.runtime.engine import Engine, slots_of
 from lohan_fx.runtime.executor import Executor
@@ -36,6 +38,7 @@ from lohan_fx.runtime.memory import Memory
 from lohan_fx.runtime.ops import engines
 from lohan_fx.runtime.scratch import update_scratch_bytes
 from lohan_fx.runtime.step import Buffers, Resident
+from lohan_fx.runtime.written import Reachable
 from lohan_fx.workload import Workload
 
 _STAGES = {
@@ -245,12 +248,19 @@ class Builder:
         for half in (halves.forward, halves.backward):
             if half is not None:
                 direct_calls(half)
+        buffers = Buffers(self._user.ref, self.options.device)
         executor = Executor(
             captured=captured,
             halves=halves,
             engine=engine,
             parameters=Resident(memory.states, captured),
-            buffers=Buffers(self._user.ref, self.options.device),
+            buffers=buffers,
+            reachable=Reachable(
+                saved=halves.reachable,
+                parameters=_read_late(captured, instructions, workload, memory),
+                buffers=tuple(r.target for r in halves.backward_inputs if r.kind == "buffer"),
+                find_buffer=buffers,
+            ),
         )
         self._programs.executors.add(executor)
         return CompiledProgram(
@@ -261,3 +271,23 @@ class Builder:
             memory=residency(instructions),
             executor=executor,
         )
+
+
+def _read_late(
+    captured: Captured, instructions: Program, workload: Workload, memory: Memory
+) -> tuple[tuple[str, nn.Parameter], ...]:
+    """The parameters that backward reads, recomputation included."""
+    late = [x for x in instructions.instructions if x.phase == "backward"]
+    names = {x.name for x in late if x.kind == "compute"} | {op.name for x in late for op in x.body}
+    read = {v for op in workload.ops if op.name in names for v in op.reads}
+    wanted = {
+        captured.first_name(n.meta["role"].target)
+        for n in captured.graph.graph.find_nodes(op="placeholder")
+        if n.name in read and n.meta["role"].kind == "parameter"
+    }
+    return tuple(
+        (s.name, p)
+        for states in memory.states.units
+        for s, p in zip(states.layout.slices, states.parameters, strict=True)
+        if s.name in wanted
+    )

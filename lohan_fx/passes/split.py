@@ -6,6 +6,7 @@ tensor dies at its last use.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,8 @@ class Halves:
 
     forward(list of `forward_inputs`) returns the outputs with a role in `forward_outputs`, then
     `num_saved` tensors. backward(list of `backward_inputs`, then the saved tensors) returns the
-    gradients in `backward_outputs` that nothing in the program consumed.
+    gradients in `backward_outputs` that nothing in the program consumed. `reachable` are those of
+    the saved tensors that user code has, too: (index, as what).
     """
 
     forward: fx.GraphModule
@@ -33,6 +35,7 @@ class Halves:
     backward_inputs: tuple[InputRole, ...]
     backward_outputs: tuple[OutputRole, ...]
     num_saved: int
+    reachable: tuple[tuple[int, str], ...]
 
 
 def split(rewrite: Rewrite) -> Halves:
@@ -114,4 +117,22 @@ def split(rewrite: Rewrite) -> Halves:
         backward_inputs=tuple(n.meta["role"] for n in inputs),
         backward_outputs=tuple(r for _, r in out_backward),
         num_saved=len(saved),
+        reachable=tuple(
+            (index, what)
+            for index, n in enumerate(saved)
+            if n not in copies and (what := _of_user(n, out_forward))
+        ),
     )
+
+
+def _of_user(saved: fx.Node, returned: Sequence[tuple[fx.Node, OutputRole]]) -> str:
+    """What a saved tensor is to user code; empty if it has none of its memory."""
+    root = saved.meta.get("root", saved)
+    if root.op == "placeholder":
+        return f"input {root.meta['role'].index}" if root.meta["role"].kind == "input" else ""
+    outputs = [
+        r.index
+        for n, r in returned
+        if r.kind == "output" and isinstance(n, fx.Node) and n.meta.get("root", n) is root
+    ]
+    return f"output {outputs[0]}" if outputs else ""

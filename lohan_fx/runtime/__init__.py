@@ -31,6 +31,7 @@ updates               the schedule: when which unit is updated
 engine, ops           one program: its slots and stays; the ops that call it
 memory                what all programs of a model share
 op_timing             seconds of every op
+written               what user code wrote between forward and backward
 executor, step        the halves of a program; one step as autograd sees it
 eager                 a module's own forward, without a program
 

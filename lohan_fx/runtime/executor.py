@@ -15,6 +15,7 @@ from lohan_fx.passes.split import Halves
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.op_timing import OpTimer
 from lohan_fx.runtime.tracebacks import locals_forgotten
+from lohan_fx.runtime.written import Reachable
 
 
 @dataclass(slots=True, eq=False)
@@ -22,11 +23,12 @@ class Pending:
     """A forward that waits for its backward, with what it saved. Used once.
 
     `place` says in which part of the slot store its swapped residuals are; `number` counts the
-    forwards of a model.
+    forwards of a model; `versions` are those that `Reachable` had then.
     """
 
     saved: list[Tensor]
     inputs: list[Any]
+    versions: list[int]
     place: int = 0
     number: int = 0
     alive: bool = True
@@ -65,6 +67,7 @@ class Executor:
         engine: what the program's ops call.
         parameters: name → tensor that the graph reads, for device-resident parameters.
         buffers: name → the module's buffer, looked up when it is needed.
+        reachable: what user code may write into before backward reads it.
 
     Attributes:
         unfinished: a half is running, or failed and what it left has not been cleared: an
@@ -76,6 +79,7 @@ class Executor:
     engine: Engine
     parameters: Callable[[str], Tensor]
     buffers: Callable[[str], Tensor]
+    reachable: Reachable
     waiting: list[Pending] = field(default_factory=list)
     unfinished: bool = field(default=False)
     timer: OpTimer | None = field(default=None)
@@ -124,7 +128,13 @@ class Executor:
             else:
                 saved = list(results[split:])
                 self.waiting.append(
-                    Pending(saved=saved, inputs=list(inputs), place=place, number=number)
+                    Pending(
+                        saved=saved,
+                        inputs=list(inputs),
+                        versions=self.reachable.versions(saved),
+                        place=place,
+                        number=number,
+                    )
                 )
             self.unfinished = False
         except BaseException:
@@ -140,10 +150,13 @@ class Executor:
         (parameter name, -1) or ("", input index).
 
         Raises:
-            StepError: the saved tensors or the model are gone.
+            StepError: the saved tensors or the model are gone, or user code has written into
+                something that backward reads.
         """
         if self.engine.lanes.closed:
             raise StepError("the compiled model was closed or deleted: its backward cannot run")
+        if pending.alive:
+            self.reachable.check(pending.saved, pending.versions)
         saved = pending.take()
         self.unfinished = True
         self.waiting.remove(pending)
