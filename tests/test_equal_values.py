@@ -286,7 +286,7 @@ def test_made_of_what_a_block_makes_it_stands_behind_that() -> None:
     assert {n.meta["block"] for n in made.users} == {"blocks.1", "blocks.2"}
 
 
-def test_made_of_a_constant_it_stands_in_the_first_block() -> None:
+def test_made_of_a_constant_it_stands_behind_that() -> None:
     table = [[float(i * k) for k in range(WIDTH)] for i in range(WIDTH)]
     model = net(lambda c: torch.tensor(table[0]) + c)
     captured = check_exact(model, (rows(), rows()))
@@ -303,6 +303,28 @@ def test_made_of_a_constant_it_stands_in_the_first_block() -> None:
     (made,) = ops(captured, aten.sin.default)
     assert made.meta["block"] == "outer"
     assert len(made.users) == 6
+
+
+def test_made_of_a_constant_itself_it_stays_where_it_is() -> None:
+    """A graph made by hand: captured ones copy constants first."""
+    graph = fx.Graph()
+
+    def add(node: fx.Node, phase: str, module: str) -> fx.Node:
+        node.meta.update(val=torch.empty(4), phase=phase, nn_module_stack={"": (module, nn.Module)})
+        return node
+
+    made = [add(graph.call_function(aten.ones.default, ([4],)), "forward", "L['self'].start")]
+    for module in ("L['self'].blocks[0]", "L['self'].blocks[1]"):
+        one = add(graph.get_attr("one"), "forward", module)
+        made.append(add(graph.call_function(aten.sin.default, (one,)), "forward", module))
+    readers = [graph.call_function(aten.cos.default, (node,)) for node in made]
+    graph.output(tuple(add(node, "backward", "L['self']") for node in readers))
+    assert merge_equal_values(graph) == 1
+    names = [op_name(n) for n in graph.nodes if n.meta.get("phase") == "forward"]
+    assert names == ["aten.ones", "one", "aten.sin"]
+    assert made[1].meta["nn_module_stack"] == {"": ("L['self'].blocks[0]", nn.Module)}
+    assert [r.args for r in readers[1:]] == [(made[1],)] * 2
+    graph.lint()
 
 
 def test_numbers_and_views_go_with_it() -> None:
