@@ -5,8 +5,10 @@ same, and its backward reads it: as many residuals, or as many times recomputed 
 positions are made. So values that backward reads, and that the same ops make of the same values,
 become the first of them, made behind what it is made of, outside of the blocks.
 
-The same ops on the same values: exact. Left alone are results of ops that draw, write, hold a graph
-or return several tensors, what the step returns (callers may write into it), and values with views.
+The same ops on the same values: exact. Left alone are what parameters have a part in (activations:
+what one block can make again of its input should not live from the first block to the last),
+results of ops that draw, write, hold a graph or return several tensors, what the step returns
+(callers may write into it), and values with views.
 """
 
 from __future__ import annotations
@@ -34,13 +36,16 @@ def merge_equal_values(graph: fx.Graph) -> int:
     """
     returned = {_key(node) for node in graph.output_node().all_input_nodes}
     numbers = _Numbers()
+    learned: set[fx.Node] = set()
     first: dict[int, fx.Node] = {}
     shared: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "output" or node.meta["phase"] != "forward":
             continue
         number = numbers.add(node)
-        if _key(node) in returned or not _is_saved(node):
+        if _is_parameter(node) or not learned.isdisjoint(node.all_input_nodes):
+            learned.add(node)
+        if node in learned or _key(node) in returned or not _is_saved(node):
             continue
         kept = first.setdefault(number, node)
         if kept is not node:
@@ -94,6 +99,10 @@ def _keys(node: fx.Node) -> set[int]:
     """Identities of all storages that the node returns."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return {storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta["role"].kind == "parameter"
 
 
 def _is_saved(node: fx.Node) -> bool:
