@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -485,14 +485,18 @@ def make_wrapper_subclass(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
 _VERSION: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
-def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """`version_of` each."""
-    return [*map(_VERSION, tensors)]
+    try:
+        return [*map(_VERSION, tensors)]
+    except RuntimeError:
+        return [*map(version_of, tensors)]
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How many times the tensor was written in place through itself or a view of it."""
-    return int(tensor._version)
+    """How many times the tensor was written in place through itself or a view of it; 0 for those
+    of inference mode, which count nothing."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def cuda_sleep(cycles: int) -> None:

@@ -115,8 +115,13 @@ class Refinement:
             lanes.recorder = self._recorder = Recorder(self._device)
         if self._step > RECORDED_STEPS[-1]:
             return True
-        self._num_recorded += self._recorder is not None
+        self.count(executor)
         return False
+
+    def count(self, executor: _Timed) -> None:
+        """A forward of this program begins; where others wait for their backward, nothing is
+        attached or detached."""
+        self._num_recorded += self._recorder is not None and self._executor is executor
 
     def detach(self, lanes: Lanes) -> None:
         """Measure no more. The steps that were recorded must have ended."""

@@ -26,7 +26,7 @@ from lohan_fx.simulate import simulate
 from lohan_fx.timeline import Span, Timeline
 from lohan_fx.workload import Workload
 from tests.loops import check, windows
-from tests.models import make
+from tests.models import loss_of, make
 from tests.training import (
     Training,
     assert_identical,
@@ -169,6 +169,38 @@ def test_of_several_backwards_whole_steps_are_measured(
     assert shares == [sum(sizes[2:4])]
     updates = [s.name for s in timeline.by_lane["cpu"] if s.kind == "update"]
     assert len(updates) == len(RECORDED_STEPS) * len(set(updates)) > 0
+
+
+@pytest.mark.usefixtures("judged")
+def test_forwards_that_wait_together_are_all_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+
+    def note_runs(timeline: Timeline, timed: Workload, plan: Plan, num_runs: int) -> float:
+        counted.append(num_runs)
+        return running_share(timeline, timed, plan, num_runs)
+
+    monkeypatch.setattr(lohan_fx.refinement, "running_share", note_runs)
+    model, inputs = make("mlp")
+    training = training_of("adamw", model)
+    made = lohan_fx.compile(
+        model,
+        hw=cpu_hardware(tmp_path),
+        optimizer=training.optimizer,
+        strategy=Turns(("swap-all", "host"), ("keep-all", "device")),
+        forwards=2,
+        refine=True,
+    )
+    assert isinstance(made, LohanModule)
+    made.lohan.prepare(**inputs)
+    for _ in range(RECORDED_STEPS[-1] + 1):
+        losses = [loss_of("mlp", made(**_detached(inputs))) for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+        training.step()
+    assert counted == [2 * len(RECORDED_STEPS)]
+    made.lohan.close()
 
 
 @pytest.mark.usefixtures("judged")

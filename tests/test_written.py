@@ -18,6 +18,9 @@ from tests.training import cpu_hardware, identical
 
 WIDTH = 8
 
+PLAIN: tuple[type[Exception], str] = (RuntimeError, "modified by an inplace operation")
+"""What plain PyTorch raises, and says."""
+
 
 class Net(nn.Module):
     """Returns a loss, a value that backward needs, and one that it does not."""
@@ -93,10 +96,11 @@ def test_a_backward_that_would_be_wrong_is_refused(
     plain, model = made(), made(tmp_path, strategy=strategy, states=states)
     for each in (plain, model):
         step(*each, 0, lambda *_: None)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    error, text = PLAIN
+    with pytest.raises(error, match=text):
         step(*plain, 1, write)
     plain[2].zero_grad()  # what ran of that backward
-    with pytest.raises(StepError, match=f"^{what} was written in place between forward and backw"):
+    with pytest.raises(StepError, match=f"^{what} was written between forward and backw"):
         step(*model, 1, write)
     for seed in (2, 3):
         assert identical(step(*model, seed, lambda *_: None), step(*plain, seed, lambda *_: None))
@@ -167,4 +171,122 @@ def test_only_the_users_writes_count(tmp_path: Path, schedule: str) -> None:
     with pytest.raises(StepError, match=r"parameter last\.weight"):
         step(model, net, optimizer, 5, write)
     step(model, net, optimizer, 6, lambda *_: None)
+    model.lohan.close()
+
+
+# -- what no version counts ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("states", ["device", "host", "ssd"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradients": "kept", "schedule": "serial"},
+        {"gradients": "kept", "schedule": "deferred"},
+        {"forwards": 2},
+        {"forwards": 2, "schedule": "overlapped"},
+    ],
+    ids=str,
+)
+def test_no_step_between_a_forward_and_its_backward(
+    tmp_path: Path, options: dict[str, Any], states: str
+) -> None:
+    """Updates write into parameters, also where no version counts it."""
+    plain, model = made(), made(tmp_path, states=states, **options)
+    for each in (plain, model):
+        trained, _, optimizer = each
+        first, second = trained(batch(0))[0], None
+        if "forwards" in options:
+            second = trained(batch(1))[0]
+            second.backward()
+        else:
+            first.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            first, second = trained(batch(1))[0], trained
+            for p in trained.parameters():
+                p.grad = torch.ones_like(p)
+        optimizer.step()
+        error, text = (StepError, "^weights were updated") if each is model else PLAIN
+        with pytest.raises(error, match=text):
+            first.backward()
+    model[0].lohan.close()
+
+
+def test_no_load_between_a_forward_and_its_backward(tmp_path: Path) -> None:
+    model, net, optimizer = made(tmp_path / "ssd", strategy="keep-all")
+    step(model, net, optimizer, 0, lambda *_: None)
+    lohan_fx.save(model, tmp_path / "saved")
+    loss = model(batch(1))[0]
+    lohan_fx.load(model, tmp_path / "saved")
+    with pytest.raises(StepError, match="weights were updated or loaded between"):
+        loss.backward()
+    step(model, net, optimizer, 2, lambda *_: None)
+    model.lohan.close()
+
+
+@pytest.mark.parametrize("strategy", ["keep-all", "recompute-all"])
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_a_buffer_that_is_another_by_then(tmp_path: Path, forwards: int, strategy: str) -> None:
+    """Not written: backward reads the one that forward read."""
+
+    def rebind(net: Net, *_: Any) -> None:
+        net.scale = net.scale * 3
+
+    plain, model = made(), made(tmp_path, strategy=strategy, forwards=forwards)
+    for seed in range(3):
+        assert identical(step(*model, seed, rebind), step(*plain, seed, rebind))
+    for p, q in zip(model[1].parameters(), plain[1].parameters(), strict=True):
+        assert identical(p, q)
+    model[0].lohan.close()
+
+
+FACTOR = torch.full((WIDTH,), 3.0)
+
+
+class Scaled(nn.Module):
+    """Reads a tensor that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = (self.linear(x) * FACTOR).sum()
+        return loss
+
+
+def test_a_constant_that_was_written(tmp_path: Path) -> None:
+    net = Scaled()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model: Any = lohan_fx.compile(net, hw=cpu_hardware(tmp_path), optimizer=optimizer)
+    for each, (error, text) in (
+        (Scaled(), PLAIN),
+        (model, (StepError, r"^constant \w+ of forward")),
+    ):
+        loss = each(batch(0))
+        FACTOR.mul_(1)
+        with pytest.raises(error, match=text):
+            loss.backward()
+    model.lohan.close()
+
+
+def test_inference_tensors_count_nothing(tmp_path: Path) -> None:
+    """They may be given, also where recomputation reads them."""
+    with torch.inference_mode():
+        x = batch(0)
+    for strategy in ("keep-all", "recompute-all"):
+        model, net, _ = made(tmp_path, strategy=strategy)
+        net.first.requires_grad_(False)
+        model(x)[0].backward()
+        model.lohan.close()
+
+
+def test_a_refused_forward_holds_nothing(tmp_path: Path) -> None:
+    model, net, optimizer = made(tmp_path, strategy="keep-all", forwards=2)
+    with pytest.raises(StepError, match="input 0 was written"):
+        step(model, net, optimizer, 0, NEEDED["input 0"])
+    assert not model.lohan.program().executor.waiting
+    for seed in range(3):
+        step(model, net, optimizer, seed, lambda *_: None)
     model.lohan.close()

@@ -192,6 +192,8 @@ def main() -> None:
     parts = options.parts.split(",")
     if not {"curves", "races"}.issuperset(parts):
         parser.error(f"--parts {options.parts}: use curves, races, or curves,races")
+    if "races" not in parts and options.races != list(RACES):
+        parser.error(f"--parts {options.parts} runs no --races")
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when cuBLAS starts
     data = lessons(options.curve)
     hw = lohan_fx.profile_hardware(quick=True)

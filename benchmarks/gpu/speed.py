@@ -223,7 +223,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps <= options.skip:
         parser.error(f"--steps {options.steps} are all skipped by --skip {options.skip}")
-    if "ours" not in options.systems.split(","):  # nobody else asks for rates
+    systems = options.systems.split(",")
+    unknown = {*systems} - {*BASELINES, "ours"}
+    if unknown:
+        parser.error(f"--systems {', '.join(unknown)}: use ours, {', '.join(BASELINES)}")
+    if "ours" not in systems:  # nobody else asks for rates
         run_cases(options, None)
         return
     with tempfile.TemporaryDirectory() as directory:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from torch import nn
 
 from lohan_fx.annotate import annotate
 from lohan_fx.capture import Captured, capture
@@ -25,7 +24,7 @@ from lohan_fx.fusion import Kernels, fuse
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes import PassManager, Rewrite, pipeline
 from lohan_fx.passes.direct_calls import direct_calls
-from lohan_fx.passes.split import split
+from lohan_fx.passes.split import Halves, split
 from lohan_fx.passes.verify import check_invariants, check_program
 from lohan_fx.plan import Plan
 from lohan_fx.planners.registry import PlannerOptions
@@ -248,19 +247,13 @@ class Builder:
         for half in (halves.forward, halves.backward):
             if half is not None:
                 direct_calls(half)
-        buffers = Buffers(self._user.ref, self.options.device)
         executor = Executor(
             captured=captured,
             halves=halves,
             engine=engine,
             parameters=Resident(memory.states, captured),
-            buffers=buffers,
-            reachable=Reachable(
-                saved=halves.reachable,
-                parameters=_read_late(captured, instructions, workload, memory),
-                buffers=tuple(r.target for r in halves.backward_inputs if r.kind == "buffer"),
-                find_buffer=buffers,
-            ),
+            buffers=Buffers(self._user.ref, self.options.device),
+            reachable=_reachable(captured, halves, instructions, workload, memory),
         )
         self._programs.executors.add(executor)
         return CompiledProgram(
@@ -273,10 +266,10 @@ class Builder:
         )
 
 
-def _read_late(
-    captured: Captured, instructions: Program, workload: Workload, memory: Memory
-) -> tuple[tuple[str, nn.Parameter], ...]:
-    """The parameters that backward reads, recomputation included."""
+def _reachable(
+    captured: Captured, halves: Halves, instructions: Program, workload: Workload, memory: Memory
+) -> Reachable:
+    """What backward reads, recomputation included, that user code may write into."""
     late = [x for x in instructions.instructions if x.phase == "backward"]
     names = {x.name for x in late if x.kind == "compute"} | {op.name for x in late for op in x.body}
     read = {v for op in workload.ops if op.name in names for v in op.reads}
@@ -285,9 +278,16 @@ def _read_late(
         for n in captured.graph.graph.find_nodes(op="placeholder")
         if n.name in read and n.meta["role"].kind == "parameter"
     }
-    return tuple(
-        (s.name, p)
-        for states in memory.states.units
-        for s, p in zip(states.layout.slices, states.parameters, strict=True)
-        if s.name in wanted
+    half = halves.backward
+    constants = half.graph.find_nodes(op="get_attr") if half is not None else ()
+    return Reachable(
+        saved=halves.reachable,
+        buffers=tuple(r.target for r in halves.backward_inputs if r.kind == "buffer"),
+        constants=tuple((n.target, getattr(half, n.target)) for n in constants),
+        parameters=tuple(
+            (s.name, weakref.ref(p))
+            for states in memory.states.units
+            for s, p in zip(states.layout.slices, states.parameters, strict=True)
+            if s.name in wanted
+        ),
     )

@@ -49,6 +49,7 @@ class Replanner:
         memory = programs.memory
         assert memory is not None
         if builder.options.forwards > 1 and programs.waiting():
+            refinement.count(program.executor)
             return program  # what waits could not be moved
         if not refinement.before_forward(program.executor, memory.lanes, begins=self._begins()):
             return program

@@ -15,7 +15,7 @@ from lohan_fx.passes.split import Halves
 from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.op_timing import OpTimer
 from lohan_fx.runtime.tracebacks import locals_forgotten
-from lohan_fx.runtime.written import Reachable
+from lohan_fx.runtime.written import Reachable, changed
 
 
 @dataclass(slots=True, eq=False)
@@ -23,12 +23,15 @@ class Pending:
     """A forward that waits for its backward, with what it saved. Used once.
 
     `place` says in which part of the slot store its swapped residuals are; `number` counts the
-    forwards of a model; `versions` are those that `Reachable` had then.
+    forwards of a model; `versions` are those that `Reachable` had then, `generation` that of the
+    weights. `buffers` are what backward reads: a module may have others by then.
     """
 
     saved: list[Tensor]
     inputs: list[Any]
+    buffers: list[Tensor]
     versions: list[int]
+    generation: int
     place: int = 0
     number: int = 0
     alive: bool = True
@@ -43,19 +46,21 @@ class Pending:
             raise StepError(
                 "this forward's saved tensors are gone: its backward ran already (a second "
                 "backward through one forward, with retain_graph=True, is not supported), or "
-                "another forward of the compiled model ran since. Call backward once, before the "
-                "next forward in training mode; or compile with forwards=n, if n forwards have to "
-                "wait for their backward (model.lohan.prepare(...) before, for inputs of other "
-                "shapes)"
+                "another forward of the compiled model ran since, an evaluation's included. Call "
+                "backward once, before the next forward; or compile with forwards=n, if n forwards "
+                "have to wait for their backward (model.lohan.prepare(...) before, for inputs of "
+                "other shapes)"
             )
-        saved, self.saved = self.saved, []
-        self.alive = False
+        saved = self.saved
+        self.drop()
         return saved
 
     def drop(self) -> None:
+        """Hold nothing any more."""
         self.alive = False
         self.saved = []
         self.inputs = []
+        self.buffers = []
 
 
 @dataclass(kw_only=True, eq=False)
@@ -127,11 +132,14 @@ class Executor:
                 self.engine.settle_units()
             else:
                 saved = list(results[split:])
+                buffers = [self.buffers(name) for name in self.reachable.buffers]
                 self.waiting.append(
                     Pending(
                         saved=saved,
                         inputs=list(inputs),
-                        versions=self.reachable.versions(saved),
+                        buffers=buffers,
+                        versions=self.reachable.versions(saved, buffers),
+                        generation=self.engine.states.generation,
                         place=place,
                         number=number,
                     )
@@ -156,17 +164,18 @@ class Executor:
         if self.engine.lanes.closed:
             raise StepError("the compiled model was closed or deleted: its backward cannot run")
         if pending.alive:
-            self.reachable.check(pending.saved, pending.versions)
+            self._check_unchanged(pending)
+        buffers, inputs = iter(pending.buffers), pending.inputs
         saved = pending.take()
         self.unfinished = True
         self.waiting.remove(pending)
         self.engine.place = pending.place
         assert self.halves.backward is not None
+        given = {"tangent": lambda r: tangents[r.index], "buffer": lambda _: next(buffers)}
         arguments = [
-            tangents[r.index] if r.kind == "tangent" else self._argument(r, pending.inputs)
+            given[r.kind](r) if r.kind in given else self._argument(r, inputs)
             for r in self.halves.backward_inputs
         ]
-        pending.inputs = []
         arguments += saved
         saved.clear()
         updater = self.engine.updater
@@ -191,6 +200,20 @@ class Executor:
             self._fail(pending.place)
             raise
         return found
+
+    def _check_unchanged(self, pending: Pending) -> None:
+        """See that backward would read what forward did; otherwise the forward is dropped.
+
+        Raises:
+            StepError: it would not.
+        """
+        try:
+            if pending.generation != self.engine.states.generation:
+                raise changed("weights were updated or loaded")
+            self.reachable.check(pending.saved, pending.buffers, pending.versions)
+        except StepError:
+            self.drop(pending)
+            raise
 
     def _run(self, half: fx.GraphModule, arguments: list[Any]) -> Any:
         with self.engine.lanes.computing():

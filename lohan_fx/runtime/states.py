@@ -70,6 +70,8 @@ class ModelStates:
         units: the states of each, in the order of `units`.
         parameter_ids: of the parameters of all units.
         gradients: what stands in ``.grad`` of the parameters that are trained.
+        generation: how often updates or loaded values have changed weights: what backward reads
+            again must be of its forward's.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class ModelStates:
         copies: Collection[str] = (),
     ) -> None:
         self.device = device
+        self.generation = 0
         self.file = file
         self._mapping = file.map() if file is not None else None
         by_name = dict(model.named_parameters())
@@ -207,6 +210,7 @@ class ModelStates:
             s.name: (states, i) for states in self.units for i, s in enumerate(states.layout.slices)
         }
         waiting = Counter(where[name][0].index for name in names)
+        self.generation += 1
         for name, value in values:
             states, i = where[name]
             p = states.parameters[i]

@@ -306,6 +306,7 @@ class Updater:
                 if self.trials is not None:
                     self.trials.drop()
         self._held = given  # an interrupt may strike anywhere: a next call goes on from here
+        self._states.generation += bool(begun or given)
         if not kept:
             for states in self._states.trained:
                 states.sums = [False] * len(states.sums)

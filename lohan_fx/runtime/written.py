@@ -1,12 +1,15 @@
 """What backward reads and user code can reach, and whether it was written in the meantime.
 
 Autograd counts the writes into what it saves and refuses a backward through what has changed. A
-program saves in its own hands, and reads parameters and buffers again, so it has to count itself.
+program saves in its own hands, and reads parameters again, so it has to count itself. Updates are
+no writes that a tensor counts, nor are weights that a checkpoint brings: see
+`ModelStates.generation`. What is written through ``.data`` nobody counts, autograd neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -21,40 +24,47 @@ class Reachable:
 
     Attributes:
         saved: index among the saved tensors, and what that is to the user.
-        parameters: by name.
         buffers: their names.
-        find_buffer: name → the module's buffer.
+        constants: tensors that the graph holds, and their names in it.
+        parameters: by name; autograd's graph of a step must not keep them.
     """
 
     saved: tuple[tuple[int, str], ...]
-    parameters: tuple[tuple[str, nn.Parameter], ...]
     buffers: tuple[str, ...]
-    find_buffer: Callable[[str], Tensor]
+    constants: tuple[tuple[str, Tensor], ...]
+    parameters: tuple[tuple[str, weakref.ref[nn.Parameter]], ...]
 
-    def versions(self, saved: Sequence[Tensor]) -> list[int]:
-        """How often each was written so far."""
-        parameters = (p for _, p in self.parameters)
-        buffers = map(self.find_buffer, self.buffers)
-        return versions_of([*parameters, *buffers, *(saved[index] for index, _ in self.saved)])
+    def versions(self, saved: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[int]:
+        """How often each was written so far; those of deleted parameters are left out."""
+        parameters = [p for _, ref in self.parameters if (p := ref()) is not None]
+        own = (saved[index] for index, _ in self.saved)
+        return versions_of([*own, *buffers, *(c for _, c in self.constants), *parameters])
 
-    def check(self, saved: Sequence[Tensor], before: Sequence[int]) -> None:
+    def check(
+        self, saved: Sequence[Tensor], buffers: Sequence[Tensor], before: Sequence[int]
+    ) -> None:
         """See that nothing was written since.
 
         Raises:
             StepError: names what was.
         """
-        now = self.versions(saved)
+        now = self.versions(saved, buffers)
         if now == before:
             return
         names = [
-            *(f"parameter {name}" for name, _ in self.parameters),
-            *(f"buffer {name}" for name in self.buffers),
             *(what for _, what in self.saved),
+            *(f"buffer {name}" for name in self.buffers),
+            *(f"constant {name} of forward" for name, _ in self.constants),
+            *(f"parameter {name}" for name, ref in self.parameters if ref() is not None),
         ]
         written = [n for n, a, b in zip(names, before, now, strict=True) if a != b]
-        raise StepError(
-            f"{', '.join(written[:3])}{' …' if len(written) > 3 else ''} was written in place "
-            "between forward and backward, which needs the value that forward saw (plain PyTorch "
-            "refuses that, too, where its backward does): write after backward, or into a clone. "
-            "This forward's backward cannot run any more; the next forward can"
-        )
+        raise changed(f"{', '.join(written[:3])}{' …' if len(written) > 3 else ''} was written")
+
+
+def changed(what: str) -> StepError:
+    """The error of a backward that would not be that of its forward."""
+    return StepError(
+        f"{what} between forward and backward, which needs the value that forward saw (plain "
+        "PyTorch refuses that, too, where its backward does): do it after backward, or write into "
+        "a clone. This forward's backward cannot run any more; the next forward can"
+    )
