@@ -495,12 +495,15 @@ class Model:
         What device and host have no room for is on SSD; so at least one unit is there that is
         as large as the last of those with the same bytes, smallest first.
         """
-        units = sorted((u for u in self.workload.units if u.trainable), key=unit_bytes)
-        left = sum(unit_bytes(u) for u in units) - budget.device_bytes - budget.host_bytes
+        # on the device nothing is aligned
+        sizes = {u.name: u.compute_bytes + u.state_bytes for u in self.workload.units}
+        units = [u for u in self.workload.units if u.trainable]
+        units.sort(key=lambda u: sizes[u.name])
+        left = sum(sizes[u.name] for u in units) - budget.device_bytes - budget.host_bytes
         for k, unit in enumerate(units):
             if left <= 0:
                 return 0
-            left -= unit_bytes(unit)
+            left -= sizes[unit.name]
             if left <= 0:
                 return min(self._buffers(u) for u in units[k:])
         return 0
