@@ -12,7 +12,7 @@ import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -87,6 +87,7 @@ def capture(
             _check_dynamo(model, dynamo)
             arguments = (*fake_args, *fake_kwargs.values())
             chosen = _differentiable(model, dynamo, outputs, arguments) if grad else ()
+            detached = _detached(model, dynamo, chosen, arguments) if grad else {}
             dynamo.isolate_outputs(chosen)
             with _compat.export_joint(dynamo.module, fake_args, fake_kwargs) as joint:
                 captured = _normalize(
@@ -97,7 +98,7 @@ def capture(
         except Exception as error:
             raise CaptureError(explain(model, error)) from error
     _check_buffers(model, captured, dynamo.side_effects)
-    return captured
+    return replace(captured, detached=detached)
 
 
 def _check_memory(model: nn.Module) -> None:
@@ -237,12 +238,7 @@ def _differentiable(
     model: nn.Module, dynamo: _compat.DynamoCapture, outputs: Outputs, arguments: tuple[Any, ...]
 ) -> tuple[int, ...]:
     """Indices of the flat outputs that get a tangent."""
-    values = dynamo.output_values
-    wants = [
-        i
-        for i, v in enumerate(values)
-        if isinstance(v, torch.Tensor) and v.is_floating_point() and v.requires_grad
-    ]
+    values, wants = dynamo.output_values, _wanting(dynamo)
     if not wants:
         raise CaptureError(
             "no output of the model requires a gradient: nothing to train (are all parameters "
@@ -266,6 +262,27 @@ def _differentiable(
             f"model; it has {known}"
         )
     return tuple(chosen)
+
+
+def _wanting(dynamo: _compat.DynamoCapture) -> list[int]:
+    """Indices of the flat outputs that require a gradient."""
+    return [
+        i
+        for i, v in enumerate(dynamo.output_values)
+        if isinstance(v, torch.Tensor) and v.is_floating_point() and v.requires_grad
+    ]
+
+
+def _detached(
+    model: nn.Module,
+    dynamo: _compat.DynamoCapture,
+    chosen: Sequence[int],
+    arguments: tuple[Any, ...],
+) -> dict[int, str]:
+    """Flat outputs that require a gradient and get no tangent: index → name, or position."""
+    left = [i for i in _wanting(dynamo) if i not in chosen]
+    names = _top_level_names(model, dynamo, arguments) if left else {}
+    return {i: names.get(i, str(i)) for i in left}
 
 
 def _top_level_names(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -49,6 +49,8 @@ class Captured:
     order of `outputs`; nodes of the forward come before those of the backward, which carry
     ``meta["phase"] == "backward"``. `differentiable` are the flat outputs that get a tangent;
     `unflatten(module, flat outputs, args, kwargs)` builds what the module's forward returns.
+    `detached` are the flat outputs that would have a gradient in plain PyTorch and get none, by
+    name.
     """
 
     graph: fx.GraphModule
@@ -60,6 +62,7 @@ class Captured:
     compute_dtype: torch.dtype | None
     device: torch.device
     first_names: Mapping[str, str]
+    detached: Mapping[int, str] = field(default_factory=dict)
 
     def first_name(self, target: str) -> str:
         """The first of a tied parameter's names."""

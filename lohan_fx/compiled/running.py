@@ -22,7 +22,7 @@ from lohan_fx.compiled.user_module import UserModule
 from lohan_fx.errors import LohanError, StepError
 from lohan_fx.runtime.eager import ReadParameters
 from lohan_fx.runtime.executor import Executor
-from lohan_fx.runtime.step import Buffers, Step
+from lohan_fx.runtime.step import Buffers, Step, WithoutGradient
 from lohan_fx.signature import foreign_input
 
 
@@ -82,8 +82,18 @@ class Runner:
                 wanted = [r for r in executor.halves.backward_outputs if r.kind == "gradient"]
                 sources = [named[r.target] if r.target else inputs[r.index] for r in wanted]
                 at = (place, next(self._numbers))
-                flat = Step.apply(executor, inputs, at, wanted, self._anchor, *sources)
+                flat = self._without_gradients(
+                    executor, Step.apply(executor, inputs, at, wanted, self._anchor, *sources)
+                )
         return executor.captured.unflatten(self._user.module, flat, args, kwargs)
+
+    def _without_gradients(self, executor: Executor, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Let a backward through outputs that have no gradient say so."""
+        detached = executor.captured.detached
+        return tuple(
+            WithoutGradient.apply(detached[i], [v], self._anchor) if i in detached else v
+            for i, v in enumerate(flat)
+        )
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's own forward without backward; parameters are read from their tiers."""

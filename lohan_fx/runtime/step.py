@@ -105,3 +105,21 @@ class Step(torch.autograd.Function):
         with torch.autocast(ctx.executor.captured.device.type, enabled=False):
             found = ctx.executor.backward(ctx.pending, tangents)
         return (None, None, None, None, None, *[found.get((r.target, r.index)) for r in ctx.wanted])
+
+
+class WithoutGradient(torch.autograd.Function):
+    """An output that would have a gradient in plain PyTorch, and gets none here: a backward that
+    comes to it is refused, where a detached one would silently lose its part."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, value: list[Tensor], anchor: Tensor) -> Tensor:
+        ctx.name = name
+        return value.pop().detach()  # no view: user code may write into it, as in plain PyTorch
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise StepError(
+            f"backward came to output {ctx.name!r} of the compiled model, which has no gradient: "
+            "by default a loss that the model returns is all that has. Compile with outputs='all', "
+            f"or name what the loss is made of (outputs=['loss', {ctx.name!r}]); or detach it"
+        )

@@ -64,7 +64,7 @@ class Reachable:
 def changed(what: str) -> StepError:
     """The error of a backward that would not be that of its forward."""
     return StepError(
-        f"{what} between forward and backward, which needs the value that forward saw (plain "
-        "PyTorch refuses that, too, where its backward does): do it after backward, or write into "
-        "a clone. This forward's backward cannot run any more; the next forward can"
+        f"{what} between forward and backward, which needs the value that forward saw: do it after "
+        "backward, or write into a clone. This forward's backward cannot run any more; the next "
+        "forward can"
     )

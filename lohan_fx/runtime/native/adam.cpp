@@ -28,8 +28,13 @@
 namespace {
 
 constexpr int64_t kPiece = 1 << 15;  // elements that a thread takes at a time
-constexpr int64_t kBlock = 1 << 10;  // elements whose cast gradients stay in the L1 cache
-constexpr int64_t kApart = 1 << 6;
+// Elements of a block, which stays in the L1 cache from its cast gradients to its results. Short
+// blocks mix reads and streamed writes finely. 61M parameters on two cores of an Emerald Rapids:
+// updated in place 40 ms with blocks of 1024, 38 with 128; with results elsewhere 52 with 1024, 41
+// with 64.
+constexpr int64_t kBlock = 1 << 7;
+constexpr int64_t kMovedBlock = 1 << 6;
+constexpr int64_t kAddedBlock = 1 << 10;  // the order in which squares are added up depends on it
 
 enum Dtype : int32_t { kNone = 0, kFloat = 1, kBfloat16 = 2, kHalf = 3 };
 
@@ -240,13 +245,13 @@ void run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int
   const bool clips = t.factor != 1.0f || t.limit < INFINITY;
   const bool moves = t.new_master != nullptr;
   const float sign = t.maximize ? -1.0f : 1.0f;
-  // a block that moves, in the L1 cache; a page apart, a load would wait for the store before it
-  float p[kBlock + kApart], m[kBlock + kApart], v[kBlock + kApart], x[kBlock + kApart];
+  float p[kMovedBlock], m[kMovedBlock], v[kMovedBlock], x[kMovedBlock];
   uint16_t halves[kBlock];
+  const int64_t block = moves ? kMovedBlock : kBlock;
   for (int64_t at = begin, n; at < end; at += n) {
     const Update call = at < first_of_tail ? body : tail;
     const int64_t stop = at < first_of_tail && end > first_of_tail ? first_of_tail : end;
-    n = stop - at < kBlock ? stop - at : kBlock;
+    n = stop - at < block ? stop - at : block;
     const float* gradient = in_float(t.gradient, t.gradient_dtype, at, n, cast);
     if (t.sum != nullptr) {
       for (int64_t i = 0; i < n; i++) cast[i] = t.sum[at + i] + gradient[i];
@@ -340,7 +345,7 @@ struct Sums : Work {  // additions, in pieces that threads take in turn
   }
 
   void work() override {
-    float cast[kBlock];
+    float cast[kAddedBlock];
     size_t k = 0;
     for (int64_t piece = next++; piece < pieces; piece = next++) {
       while (first[k + 1] <= piece) k++;
@@ -348,8 +353,8 @@ struct Sums : Work {  // additions, in pieces that threads take in turn
       const int64_t from = (piece - first[k]) * kPiece;
       const int64_t end = from + kPiece < part.size ? from + kPiece : part.size;
       double found = 0;
-      for (int64_t at = from; at < end; at += kBlock) {  // squares from the L1 cache
-        const int64_t stop = at + kBlock < end ? at + kBlock : end;
+      for (int64_t at = from; at < end; at += kAddedBlock) {  // squares from the L1 cache
+        const int64_t stop = at + kAddedBlock < end ? at + kAddedBlock : end;
         if (!part.begins) {
           add(part, at, stop);
           if (squared) found += squares_of(part.total + at, stop - at);
