@@ -130,7 +130,7 @@ def net(make: Callable[[Tensor], Tensor], *, first: nn.Module | None = None) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_layers", [2, 4])
+@pytest.mark.parametrize("num_layers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_layers_of_a_llama_read_one_mask(num_layers: int, dtype: torch.dtype) -> None:
     model, inputs = attending_llama(num_layers)
     captured = capture(model, (), inputs, dtype=dtype)
@@ -163,7 +163,9 @@ def eager_steps(dtype: torch.dtype) -> list[Snapshot]:
     return [step("llama", model, inputs, seed, training.step) for seed in range(3)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 @pytest.mark.parametrize("strategy", ["keep-all", "recompute-all", "swap-all", "lohan"])
 def test_llamas_train_exactly(
     strategy: str, dtype: torch.dtype, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
@@ -187,9 +189,8 @@ def test_llamas_train_exactly(
     compiled.lohan.close()
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
-)
+@pytest.mark.slow  # tests/test_replicate.py has a Llama, too
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_deep_llama_is_traced_with_few_layers(dtype: torch.dtype) -> None:
     config = LlamaConfig(
         num_hidden_layers=9,
@@ -647,7 +648,9 @@ class Random(nn.Module):
         return (total, given, values[0]) if self.returns else total
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(k, marks=pytest.mark.slow) for k in range(4, 12))]
+)
 def test_steps_at_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     monkeypatch.setattr(

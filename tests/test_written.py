@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -48,6 +49,8 @@ NEEDED: dict[str, Write] = {
 }
 """What the error says → a write into what plain PyTorch's backward needs, too."""
 
+QUICK = {("keep-all", "device"), ("swap-all", "ssd"), ("recompute-all", "host")}
+
 NOT_NEEDED: dict[str, Write] = {
     "output": lambda _, __, out: out[2].detach().mul_(2),
     "bias": lambda net, _, __: net.first.bias.mul_(2),
@@ -85,8 +88,15 @@ def step(model: Any, net: Net, optimizer: torch.optim.Optimizer, seed: int, writ
     return loss
 
 
-@pytest.mark.parametrize("states", ["device", "host", "ssd"])
-@pytest.mark.parametrize("strategy", ["keep-all", "swap-all", "recompute-all"])
+@pytest.mark.parametrize(
+    ("strategy", "states"),
+    [
+        pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow)
+        for row in itertools.product(
+            ("keep-all", "swap-all", "recompute-all"), ("device", "host", "ssd")
+        )
+    ],
+)
 @pytest.mark.parametrize("what", NEEDED)
 def test_a_backward_that_would_be_wrong_is_refused(
     tmp_path: Path, what: str, strategy: str, states: str
@@ -109,7 +119,7 @@ def test_a_backward_that_would_be_wrong_is_refused(
     model[0].lohan.close()
 
 
-@pytest.mark.parametrize("states", ["device", "host", "ssd"])
+@pytest.mark.parametrize("states", ["host", "ssd"])
 @pytest.mark.parametrize("what", NOT_NEEDED)
 def test_what_backward_does_not_need_may_be_written(tmp_path: Path, what: str, states: str) -> None:
     write = NOT_NEEDED[what]
@@ -177,7 +187,7 @@ def test_only_the_users_writes_count(tmp_path: Path, schedule: str) -> None:
 # -- what no version counts ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("states", ["device", "host", "ssd"])
+@pytest.mark.parametrize("states", ["device", "ssd"])
 @pytest.mark.parametrize(
     "options",
     [
