@@ -160,7 +160,8 @@ def compile(
         dtype: compute dtype; parameters then have fp32 masters and a compute copy. "auto":
             bfloat16 on CUDA with an optimizer, otherwise the model's own dtype (None).
         outputs: which outputs get gradients: "auto" (the loss: floating-point scalars; all
-            outputs if there is none), "all", or names of top-level outputs.
+            outputs if there is none), "all", or names of top-level outputs. A backward that comes
+            to another one is a StepError.
         states: tier of parameters and optimizer states; "auto" lets the strategy choose.
         swap_to: tier of swapped activations; "auto" fills host memory first.
         schedule: "optimized", "naive" or "serial" (LoHan Fig. 3): how updates overlap with

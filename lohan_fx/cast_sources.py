@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lohan_fx._compat import storage_key
 from lohan_fx.joint_copy import drop_dead
+from lohan_fx.joint_graph import storage_id
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -40,43 +40,31 @@ _Read = tuple[fx.Node, fx.Node]
 """What is read, and the op of backward that reads it."""
 
 
-def save_sources_of_casts(graph: fx.Graph) -> int:
-    """Rewrite a joint graph in place; nodes have ``meta["val"]`` and ``meta["phase"]``.
-
-    Returns:
-        how many casts backward makes again.
-    """
+def save_sources_of_casts(graph: fx.Graph) -> None:
+    """Rewrite a joint graph in place; nodes have ``meta["val"]`` and ``meta["phase"]``."""
     reads: dict[int | None, list[_Read]] = defaultdict(list)
     for node in graph.nodes:
         if node.op not in ("placeholder", "output") and node.meta["phase"] == "backward":
             for source in node.all_input_nodes:
-                if _key(source) != _key(node):  # else a view: who reads it reads the storage
-                    reads[_key(source)].append((source, node))
-    returned = {_key(node) for node in graph.output_node().all_input_nodes}
-    given = {_key(node) for node in graph.find_nodes(op="placeholder")}
-    count = 0
+                key = storage_id(source)
+                if key != storage_id(node):  # else a view: who reads it reads the storage
+                    reads[key].append((source, node))
+    returned = {storage_id(node) for node in graph.output_node().all_input_nodes}
+    given = {storage_id(node) for node in graph.find_nodes(op="placeholder")}
     for cast in reversed(list(graph.nodes)):  # of a chain, the last: it reads the one before
-        key = _key(cast)
+        key = storage_id(cast)
         if not _widens(cast) or key in returned or key not in reads:
             continue
         source = _source(cast)
-        if _key(source) in given:
+        if storage_id(source) in given:
             continue
         whole = source.meta["val"].untyped_storage().nbytes()
-        smaller = _key(source) in reads or whole < cast.meta["val"].nbytes
+        smaller = storage_id(source) in reads or whole < cast.meta["val"].nbytes
         paths = {view: _path(view, cast) for view, _ in reads[key]}
         if smaller and all(paths.values()):
             again = _make_again(graph, reads.pop(key), paths)
-            reads[_key(source)].append((source, again))
-            count += 1
+            reads[storage_id(source)].append((source, again))
     drop_dead(graph)  # views that backward reads in its own casts now
-    return count
-
-
-def _key(node: fx.Node) -> int | None:
-    """Identity of the node's storage; None: it is no tensor."""
-    value = node.meta.get("val")
-    return storage_key(value) if isinstance(value, torch.Tensor) else None
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -102,7 +90,7 @@ def _path(view: fx.Node, cast: fx.Node) -> list[fx.Node]:
     """The cast and the views that lead from it to one of them; empty if that is not all."""
     path = [view]
     while path[-1] is not cast:
-        if _key(path[-1]) != _key(cast) or len(path[-1].all_input_nodes) != 1:
+        if storage_id(path[-1]) != storage_id(cast) or len(path[-1].all_input_nodes) != 1:
             return []
         path.append(_source(path[-1]))
     return path[::-1]

@@ -13,7 +13,7 @@ results of ops that draw, write, hold a graph or return several tensors, what th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from lohan_fx._compat import storage_key
 from lohan_fx.joint_copy import drop_dead
-from lohan_fx.joint_graph import is_repeatable
+from lohan_fx.joint_graph import is_parameter, is_repeatable, storage_id
 
 _LOCATION = ("nn_module_stack", "seq_nr", "stack_trace")
 """What says where an op stands: `annotate.mark_blocks` reads it."""
@@ -34,7 +34,7 @@ def merge_equal_values(graph: fx.Graph) -> int:
     Returns:
         how many values are made no more.
     """
-    returned = {_key(node) for node in graph.output_node().all_input_nodes}
+    returned = {storage_id(node) for node in graph.output_node().all_input_nodes}
     numbers = _Numbers()
     learned: set[fx.Node] = set()
     first: dict[int, fx.Node] = {}
@@ -43,9 +43,9 @@ def merge_equal_values(graph: fx.Graph) -> int:
         if node.op == "output" or node.meta["phase"] != "forward":
             continue
         number = numbers.add(node)
-        if _is_parameter(node) or not learned.isdisjoint(node.all_input_nodes):
+        if is_parameter(node) or not learned.isdisjoint(node.all_input_nodes):
             learned.add(node)
-        if node in learned or _key(node) in returned or not _is_saved(node):
+        if node in learned or storage_id(node) in returned or not _is_saved(node):
             continue
         kept = first.setdefault(number, node)
         if kept is not node:
@@ -89,26 +89,16 @@ class _Numbers:
         return (type(argument), repr(argument))
 
 
-def _key(node: fx.Node) -> int | None:
-    """Identity of the node's storage; None: it is no tensor."""
-    value = node.meta.get("val")
-    return storage_key(value) if isinstance(value, torch.Tensor) else None
-
-
 def _keys(node: fx.Node) -> set[int]:
     """Identities of all storages that the node returns."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return {storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
-def _is_parameter(node: fx.Node) -> bool:
-    return node.op == "placeholder" and node.meta["role"].kind == "parameter"
-
-
 def _is_saved(node: fx.Node) -> bool:
     """Whether the node is an op whose one result is a tensor of its own that backward reads, and
     that has no views."""
-    key = _key(node)
+    key = storage_id(node)
     return (
         node.op == "call_function"
         and key is not None
@@ -180,5 +170,6 @@ def _is_free(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not is_repeatable(node):
         return False
-    sources: Sequence[fx.Node] = node.all_input_nodes
-    return value.numel() <= 1 if not sources else any(_key(s) == _key(node) for s in sources)
+    if not node.all_input_nodes:
+        return value.numel() <= 1
+    return storage_id(node) in map(storage_id, node.all_input_nodes)

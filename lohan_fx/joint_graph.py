@@ -92,6 +92,17 @@ def placeholder_name(role: InputRole) -> str:
     return f"{role.kind}_{role.index}"
 
 
+def is_parameter(node: fx.Node) -> bool:
+    """Whether the node is a parameter of the model."""
+    return node.op == "placeholder" and bool(node.meta["role"].kind == "parameter")
+
+
+def storage_id(node: fx.Node) -> int | None:
+    """Identity of the storage of a node's tensor, equal for all views; None: it is no tensor."""
+    value = node.meta.get("val")
+    return _compat.storage_key(value) if isinstance(value, torch.Tensor) else None
+
+
 def op_name(node: fx.Node) -> str:
     """What a node calls, for people: ``aten.addmm``, ``mul``, ``getitem``."""
     if isinstance(node.target, str):

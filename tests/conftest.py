@@ -110,3 +110,13 @@ def closed_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.collect()
     for calls in filter(None, (ref() for ref in made)):
         _close(calls._memory, calls._stores)
+
+
+@pytest.fixture
+def seeded() -> Iterator[None]:
+    """Torch's generator begins anew, and is afterwards as it was."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,7 @@ from lohan_fx.joint_graph import InputRole, OutputRole, is_random, op_name
 from tests.captured import check_exact, check_step, leaves, step
 from tests.models import EXAMPLES, VOCAB, WIDTH, make
 
-
-@pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def rows() -> Tensor:

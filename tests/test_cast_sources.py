@@ -38,7 +38,7 @@ NUM_LAYERS = 3
 def switched_off() -> Iterator[None]:
     """Captures as they were without the rewrite."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lohan_fx.capture, "save_sources_of_casts", lambda *_: 0)
+        patch.setattr(lohan_fx.capture, "save_sources_of_casts", lambda graph: None)
         yield
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import lohan_fx
 import lohan_fx.capture
@@ -20,11 +19,9 @@ from lohan_fx.capture import Captured, capture
 from lohan_fx.equal_values import merge_equal_values
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.joint_graph import InputRole, op_name
-from lohan_fx.model_arguments import make_tracer
 from lohan_fx.planners import make_plan
 from tests.captured import BUDGET, HW, STATES, check_exact, run_graph
-from tests.test_fusion import attending_llama
-from tests.toys import meta
+from tests.fusing import attending_llama
 from tests.training import (
     Snapshot,
     Squeezed,
@@ -38,11 +35,7 @@ WIDTH = 8
 aten = torch.ops.aten
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def rows() -> Tensor:
@@ -187,31 +180,6 @@ def test_llamas_train_exactly(
     masks = [op for op in compiled.lohan.program().workload.ops if op.target == "aten.where.self"]
     assert [op.block for op in masks] == ["model.embed_tokens"]
     compiled.lohan.close()
-
-
-@pytest.mark.slow  # tests/test_replicate.py has a Llama, too
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_deep_llama_is_traced_with_few_layers(dtype: torch.dtype) -> None:
-    config = LlamaConfig(
-        num_hidden_layers=9,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=64,
-        use_cache=False,
-    )
-    model = meta(lambda: LlamaForCausalLM(config))
-    ids = torch.empty(2, 8, dtype=torch.long, device="meta")
-    hw = HardwareProfile.preset("rtx4090-12xp5510")
-    tracer = make_tracer(model, {"input_ids": ids, "labels": ids}, hw=hw, dtype=dtype)
-    traced = tracer.workload()
-    assert traced.how == "with 3 and 4 of the 9 blocks in model.layers; the others are replicas"
-    tracer.full_trace = True
-    tracer._found.clear()
-    assert traced.workload == tracer.workload().workload
-    masks = [op for op in traced.workload.ops if op.target == "aten.where.self"]
-    assert [op.block for op in masks] == ["model.embed_tokens"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

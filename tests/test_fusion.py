@@ -8,16 +8,11 @@ from __future__ import annotations
 import functools
 import operator
 import random
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import lohan_fx
 import lohan_fx.compiled.building
@@ -26,21 +21,28 @@ from lohan_fx.annotate import (
     annotate,
     is_getitem,
     is_view,
-    mark_blocks,
     mark_roots,
-    tensors_of,
     unit_layouts,
 )
 from lohan_fx.api import LohanModule
 from lohan_fx.capture import Captured, capture
 from lohan_fx.fusion import Kernels, align, clusters, fuse
-from lohan_fx.fusion.clusters import Kernel, _Finder, _replace, _sort
+from lohan_fx.fusion.clusters import Kernel, _Finder
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.joint_graph import is_random, op_name
-from lohan_fx.models.gpt import GPT
 from lohan_fx.planners import make_plan
-from tests.captured import BUDGET, HW, STATES, check_exact, run_eager, run_graph
+from tests.captured import BUDGET, HW, STATES, check_exact
 from tests.captured import step as captured_step
+from tests.fusing import (
+    CPU,
+    Draft,
+    attending_llama,
+    check_kernels,
+    fuse_everything,
+    fused_nodes,
+    replace_all,
+    run,
+)
 from tests.models import MLP, loss_of, make
 from tests.training import (
     Squeezed,
@@ -54,62 +56,12 @@ from tests.training import (
 MODELS = ("gpt2", "llama", "bert", "t5", "resnet", "mlp", "tied", "frozen")
 GRAPHS = tuple(name for name in MODELS if name not in ("bert", "t5"))  # like others, and slow
 STRATEGIES = ("recompute-all", "swap-all", "random", "lohan")
-CPU = torch.device("cpu")
 aten = torch.ops.aten
 
 
 @pytest.fixture(autouse=True)
 def everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests' models are small: fuse all the same."""
-    monkeypatch.setattr(clusters, "MIN_BYTES", 0)
-    monkeypatch.setattr(align, "MIN_ELEMENTS", 0)
-
-
-class Checked:
-    """Interpreting kernels whose calls must return what was planned, in shape and strides."""
-
-    def __init__(self, device: torch.device, *, compiled: bool) -> None:
-        self.kernels = Kernels(device, compiled=compiled)
-        self.calls = 0
-        self._checked: dict[Kernel, Kernel] = {}
-
-    def __call__(self, body: fx.GraphModule, name: str) -> Kernel:
-        kernel = self.kernels(body, name)
-        if kernel not in self._checked:
-            self._checked[kernel] = self._check(kernel, body, name)
-        return self._checked[kernel]
-
-    def _check(self, kernel: Kernel, body: fx.GraphModule, name: str) -> Kernel:
-        returned: Any = body.graph.output_node().args[0]
-        planned = [n.meta["val"] for n in returned]
-
-        @functools.wraps(kernel)
-        def checked(*arguments: Tensor) -> Any:
-            found = kernel(*arguments)
-            self.calls += 1
-            for made, wanted in zip(tensors_of(found), planned, strict=True):
-                assert made.shape == wanted.shape, name
-                assert made.stride() == wanted.stride(), name
-                assert made.dtype == wanted.dtype, name
-            return found
-
-        return checked
-
-
-def check_kernels(patch: pytest.MonkeyPatch, *, compiled: bool = False) -> list[Checked]:
-    """Let `lohan_fx.compile` make checked kernels; returns those of each model, as they come."""
-    made: list[Checked] = []
-
-    def kernels(device: torch.device, **_: bool) -> Checked:
-        made.append(Checked(device, compiled=compiled))
-        return made[-1]
-
-    patch.setattr(lohan_fx.compiled.building, "Kernels", kernels)
-    return made
-
-
-def fused_nodes(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if "members" in n.meta and not is_getitem(n)]
+    fuse_everything(monkeypatch)
 
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -291,60 +243,6 @@ def test_kernels_are_told_apart_by_constants_and_layouts() -> None:
 # -- graphs made by hand ---------------------------------------------------------------------------
 
 
-class Draft:
-    """A graph made node by node; all of one shape, of one block and phase unless told."""
-
-    SHAPE = (8, 8)
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self.mode = fake_mode()
-
-    def placeholder(self, name: str) -> fx.Node:
-        node = self.graph.placeholder(name)
-        with self.mode:
-            node.meta["val"] = torch.empty(self.SHAPE)
-        return node
-
-    def __call__(
-        self, target: Any, *args: Any, block: str = "a", phase: str = "forward"
-    ) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        values = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], args)
-        with self.mode:
-            node.meta.update(val=target(*values), phase=phase, block=block)
-        return node
-
-    def finish(self, *results: fx.Node) -> fx.GraphModule:
-        self.graph.output(results)
-        mark_roots(self.graph)
-        return fx.GraphModule({}, self.graph)
-
-    def finder(self) -> _Finder:
-        return _Finder(self.graph, CPU)
-
-    def clusters(self) -> list[set[fx.Node]]:
-        return [set(c.members) for c in self.finder().clusters()]
-
-
-def run(module: fx.GraphModule, num_inputs: int) -> Any:
-    generator = torch.Generator().manual_seed(0)
-    module.recompile()
-    return module(*[torch.randn(Draft.SHAPE, generator=generator) for _ in range(num_inputs)])
-
-
-def replace_all(module: fx.GraphModule, finder: _Finder, *, compiled: bool = False) -> int:
-    """What `fuse` does with clusters."""
-    kernels = Kernels(CPU, compiled=compiled)
-    count = sum(_replace(finder, cluster, module, kernels) for cluster in finder.clusters())
-    _sort(module.graph, finder.position)
-    for node in reversed(list(module.graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            module.graph.erase_node(node)
-    module.graph.lint()
-    return count
-
-
 def test_two_clusters_that_would_wait_for_each_other() -> None:
     """With a = {1, 3}, b = {2, 4} and edges 1 → 4, 2 → 3: each is possible, both are not."""
     draft = Draft()
@@ -496,22 +394,6 @@ def test_the_norms_and_gates_of_a_llama_are_one_op_each() -> None:
     layers = model.config.num_hidden_layers
     assert sum(name.startswith("fused_silu_mul") for name in joined) == layers
     assert sum("pow_mean_add" in name for name in joined) == 2 * layers + 1
-
-
-def attending_llama(num_layers: int) -> tuple[nn.Module, dict[str, Any]]:
-    """Without dropout, which would take the place of a fused attention kernel."""
-    config = LlamaConfig(
-        num_hidden_layers=num_layers,
-        hidden_size=32,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        ids = torch.randint(0, 64, (2, 12))
-        return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
 def launches(graph: fx.Graph, block: str, phase: str) -> list[str]:
@@ -815,440 +697,3 @@ def test_small_clusters_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fused_nodes(captured.graph.graph)
     monkeypatch.setattr(clusters, "MIN_BYTES", 2**30)
     assert fuse(captured, model, Kernels(CPU, compiled=False)) == 0
-
-
-# -- odd products ----------------------------------------------------------------------------------
-
-
-class Odd(nn.Module):
-    """A head over an odd vocabulary; with `logits`, these are returned, too."""
-
-    def __init__(self, width: int, columns: int, *, bias: bool, logits: bool = False) -> None:
-        super().__init__()
-        self.start = nn.Linear(16, width)
-        self.head = nn.Linear(width, columns, bias=bias)
-        self.logits = logits
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        logits = self.head(nn.functional.gelu(self.start(x)))
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-        return (loss, logits) if self.logits else loss
-
-
-def odd(
-    rows: int, columns: int, *, bias: bool, logits: bool = False
-) -> tuple[nn.Module, dict[str, Any]]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Odd(24, columns, bias=bias, logits=logits).double()
-        x = torch.randn(1, rows, 16, dtype=torch.float64)
-        return model, {"x": x, "y": torch.randint(0, columns, (1, rows))}
-
-
-def aligned(model: nn.Module, inputs: dict[str, Any], **options: Any) -> tuple[Captured, int]:
-    captured = capture(model, (), inputs, **options)
-    mark_blocks(captured.graph.graph, model)
-    mark_roots(captured.graph.graph)
-    # `fuse` pads what it fuses with the padding, which is nothing in float64
-    count = align.align(captured.graph.graph, lambda node: node.op == "call_function")
-    captured.graph.graph.lint()
-    captured.graph.recompile()
-    return captured, count
-
-
-class Strides(fx.Interpreter):
-    """Runs a graph and holds every value to its planned layout."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        found = super().run_node(n)
-        planned = n.meta.get("val")
-        if n.op == "call_function" and isinstance(planned, Tensor):
-            assert found.shape == planned.shape, n
-            assert found.stride() == planned.stride(), n
-            assert found.untyped_storage().nbytes() == planned.untyped_storage().nbytes(), n
-        return found
-
-
-def check_layouts(captured: Captured, model: nn.Module, inputs: dict[str, Any]) -> None:
-    named = dict(model.named_parameters())
-    arguments = [
-        named[r.target].detach() if r.kind == "parameter"
-        else torch.ones((), dtype=torch.float64) if r.kind == "tangent"
-        else list(inputs.values())[r.index]
-        for r in captured.inputs
-    ]  # fmt: skip
-    with torch.no_grad():
-        Strides(captured.graph).run(*arguments)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("columns", [100, 101])
-@pytest.mark.parametrize("rows", [36, 37])
-def test_odd_products_have_the_same_values(rows: int, columns: int, bias: bool) -> None:
-    model, inputs = odd(rows, columns, bias=bias)
-    captured, count = aligned(model, inputs)
-    assert bool(count) == bool(columns % 2 or rows % 2)  # weights' gradients sum over rows
-    want, tangents = run_eager(model, (), inputs, lambda loss: loss, nullcontext())
-    have = run_graph(captured, model, (), inputs, tangents)
-    torch.testing.assert_close(have.outputs, want.outputs, rtol=1e-13, atol=0)
-    assert have.gradients.keys() == want.gradients.keys()
-    for name, gradient in have.gradients.items():
-        torch.testing.assert_close(gradient, want.gradients[name], rtol=1e-11, atol=1e-15)
-        assert gradient.is_contiguous()
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_layouts_are_as_planned_behind_odd_products(fused: bool) -> None:
-    """Views follow the rows' new stride; sizes of storages are what memory plans count."""
-    model, inputs = odd(37, 101, bias=True)
-    captured, count = aligned(model, inputs)
-    assert count
-    if fused:
-        captured = capture(model, (), inputs)
-        fuse(captured, model, Kernels(CPU, compiled=False))
-    check_layouts(captured, model, inputs)
-    heads = [n for n in captured.graph.graph.nodes if n.target is align.aligned_addmm]
-    assert [n.meta["val"].stride() for n in heads] == [(24, 1), (102, 1)][-len(heads) :]
-    views = [u for n in heads for u in n.users if is_view(u)]
-    assert {max(u.meta["val"].stride()[-2:]) for u in views} == {102}
-
-
-def test_returned_logits_are_left_alone() -> None:
-    model, inputs = odd(36, 101, bias=True, logits=True)
-    captured, _ = aligned(model, inputs)
-    assert not any(
-        n.target in (align.aligned_mm, align.aligned_addmm) and 101 in n.meta["val"].shape
-        for n in captured.graph.graph.nodes
-        if n.meta.get("phase") == "forward"
-    )
-    with torch.no_grad():
-        _, wanted = model(**inputs)
-    _, tangents = run_eager(model, (), inputs, lambda o: o[0], nullcontext())
-    have = run_graph(captured, model, (), inputs, tangents)
-    assert torch.equal(have.outputs[1], wanted)
-    assert have.outputs[1].is_contiguous()
-
-
-def test_small_products_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(align, "MIN_ELEMENTS", 2**20)
-    assert aligned(*odd(37, 101, bias=True))[1] == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(36, 40), (37, 41), (1, 9), (40, 5)])
-def test_aligned_products_by_themselves(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows, columns = shape
-    a = torch.randint(-3, 4, (rows, 16), generator=generator).to(dtype)
-    b = torch.randint(-3, 4, (16, columns), generator=generator).to(dtype)
-    bias = torch.randint(-3, 4, (columns,), generator=generator).to(dtype)
-    for found, wanted in (
-        (align.aligned_mm(a, b), a @ b),
-        (align.aligned_mm(a, b.t().contiguous().t()), a @ b),
-        (align.aligned_addmm(bias, a, b), torch.addmm(bias, a, b)),
-    ):
-        assert torch.equal(found, wanted)  # whole numbers: no order of sums rounds
-        assert found.stride(0) * found.element_size() % align.ROW_BYTES == 0
-        assert found.stride(0) - columns < align.ROW_BYTES
-
-
-def test_sums_of_float16_are_not_cut() -> None:
-    """A part of a sum may be too large for it where the sum is not."""
-    a, b = torch.zeros(8, 80, dtype=torch.float16)[:, :73], torch.zeros(73, 8, dtype=torch.float16)
-    a[:, -1], b[-1] = 300.0, 300.0
-    a[:, 0], b[0] = -250.0, 250.0
-    assert torch.equal(align.aligned_mm(a, b), a @ b)
-    assert (a @ b).isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_odd_sums_are_cut_where_rows_are_aligned(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gradient that a head passes on sums over the vocabulary."""
-    generator = torch.Generator().manual_seed(0)
-    step = align.ROW_BYTES // dtype.itemsize
-    depth = 9 * step + 1
-
-    def whole(rows: int, columns: int) -> Tensor:
-        values = torch.randint(-3, 4, (rows, columns), generator=generator)
-        return values.to(dtype)
-
-    padded = torch.full((37, 10 * step), torch.nan).to(dtype)
-    padded[:, :depth] = whole(37, depth)
-    b = whole(depth, 5 * step)
-    depths = []
-    mm, addmm_ = torch.mm, Tensor.addmm_
-
-    def counted(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-        depths.append(a.shape[1])
-        return mm(a, b, out=out)
-
-    def added(self: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        depths.append(a.shape[1])
-        return addmm_(self, a, b)
-
-    monkeypatch.setattr(torch, "mm", counted)
-    monkeypatch.setattr(Tensor, "addmm_", added)
-    for a, second, parts in (
-        (padded[:, :depth], b, [1, 9 * step]),
-        (padded[:, :depth].contiguous(), b, [depth]),  # rows that are not aligned
-        (padded[:, : 9 * step], b[: 9 * step], [9 * step]),
-    ):
-        found = align.aligned_mm(a, second)
-        assert torch.equal(found, a @ second)
-        assert found.is_contiguous()
-        assert depths == parts
-        depths.clear()
-
-
-def test_the_gradient_that_a_head_passes_on_is_cut() -> None:
-    model, inputs = odd(36, 101, bias=True)
-    captured, _ = aligned(model, inputs)
-    passed = [
-        n
-        for n in captured.graph.graph.nodes
-        if n.target is align.aligned_mm
-        and n.meta["phase"] == "backward"
-        and n.args[0].meta["val"].shape == (36, 101)
-    ]
-    assert len(passed) == 1
-    check_layouts(captured, model, inputs)
-
-
-@pytest.mark.parametrize("strategy", ["recompute-all", "swap-all"])
-def test_odd_steps_are_eager_to_rounding(
-    strategy: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = check_kernels(monkeypatch)
-    plain, inputs = odd(37, 101, bias=True)
-    model, _ = odd(37, 101, bias=True)
-    training = training_of("adam", model)
-    reference = training_of("adam", plain)
-    model = lohan_fx.compile(
-        model, hw=hw, optimizer=training.optimizer, strategy=strategy, states="host", fused=True
-    )
-    for _ in range(3):
-        losses = []
-        for side, its in ((plain, reference), (model, training)):
-            loss = side(**inputs)
-            loss.backward()
-            its.step()
-            losses.append(loss.detach())
-        torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=0)
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
-    assert made
-    assert isinstance(model, LohanModule)
-    assert "aligned_addmm" in str(model.graph)
-    model.lohan.close()
-
-
-# -- Inductor --------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("vocabulary", [96, 101])
-def test_compiled_steps_are_eager_to_rounding(
-    vocabulary: int, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By SGD: Adam makes steps of full size from gradients that are rounding only."""
-
-    def train(model: nn.Module, training: Any) -> list[Tensor]:
-        losses = []
-        for _ in range(3):
-            loss = model(ids, targets)
-            loss.backward()
-            training.step()
-            losses.append(loss.detach())
-        return losses
-
-    def new() -> nn.Module:
-        torch.manual_seed(0)
-        return GPT(2, 2, 32, vocabulary=vocabulary, sequence=12)
-
-    torch.manual_seed(1)
-    ids, targets = torch.randint(0, vocabulary, (2, 3, 12))
-    plain = new()
-    wanted = train(plain, training_of("sgd", plain))
-    made = check_kernels(monkeypatch, compiled=True)
-    model = new()
-    training = training_of("sgd", model)
-    model = lohan_fx.compile(
-        model, hw=hw, optimizer=training.optimizer, strategy="recompute-all", fused=True
-    )
-    found = train(model, training)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
-    assert made[0].calls > 0
-    assert isinstance(model, LohanModule)
-    model.lohan.close()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_llamas_are_eager_to_rounding() -> None:
-    """Rotary embeddings, masks and norms, forward and backward."""
-    model, inputs = attending_llama(2)
-    captured = capture(model, (), inputs)
-    made = Checked(CPU, compiled=True)
-    assert fuse(captured, model, made) > made.kernels.count > 0
-    assert None not in made.kernels._made.values()
-    want, tangents = run_eager(model, (), inputs, lambda output: output.loss, nullcontext())
-    have = run_graph(captured, model, (), inputs, tangents)
-    assert made.calls >= made.kernels.count
-    torch.testing.assert_close(have.outputs, want.outputs, rtol=1e-5, atol=1e-6)
-    assert have.gradients.keys() == want.gradients.keys()
-    for name, gradient in have.gradients.items():
-        torch.testing.assert_close(gradient, want.gradients[name], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_kernel_that_reads_nothing() -> None:
-    """A causal mask is made of numbers alone."""
-    draft = Draft()
-    rows, columns = (draft(aten.arange.default, 8) for _ in "ab")
-    below = draft(aten.le.Tensor, columns, draft(aten.unsqueeze.default, rows, 1))
-    mask = draft(aten.where.self, below, *(draft(aten.scalar_tensor.default, v) for v in (0.0, -1)))
-    module = draft.finish(draft(aten.mm.default, mask, draft.placeholder("x")))
-    finder = draft.finder()
-    (cluster,) = finder.clusters()
-    assert _replace(finder, cluster, module, Kernels(CPU, compiled=True))
-    (made,) = fused_nodes(module.graph)
-    assert not made.args
-    assert torch.equal(made.target(), torch.ones(8, 8).triu(1).neg())  # type: ignore[operator]
-
-
-def compiled(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[fx.GraphModule, list[int]]:
-    """A function whose clusters Inductor compiled, and how many ops each has."""
-    module = make_fx(function, tracing_mode="fake")(*inputs)
-    module.graph.output_node().args = ((module.graph.output_node().args[0],),)
-    for node in module.graph.nodes:
-        if node.op == "call_function":
-            node.meta.update(phase="forward", block="a")
-    mark_roots(module.graph)
-    finder = _Finder(module.graph, CPU)
-    replace_all(module, finder, compiled=True)
-    module.recompile()
-    return module, [len(n.meta["members"]) for n in fused_nodes(module.graph)]
-
-
-BF16, FP16 = torch.bfloat16, torch.float16
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("function", "members"),
-    [
-        # Inductor would not round these numbers to their dtype
-        (lambda x: torch.full((8,), 0.1, dtype=BF16).float() + x, [2]),
-        (lambda x: torch.full((8,), 1 / 3, dtype=FP16) * x + 1.0, [2]),
-        (lambda x: torch.full_like(x, 0.1, dtype=BF16).float() + x, [2]),
-        (lambda x: torch.arange(1000, 1008, dtype=BF16).float() + x, [2]),
-        (lambda x: torch.arange(0.3, 700.25, 0.1).view(-1, 8) + x.sin() * 0.0, [3]),
-        # and here there is nothing to round
-        (lambda x: torch.full((8,), 0.5, dtype=BF16).float() + x, [2]),
-        (lambda x: torch.arange(8).float() + x, [2]),
-        (lambda x: torch.arange(8, dtype=torch.float32) + x, [1]),
-        (lambda x: torch.ones_like(x, dtype=BF16).float() + x, [3]),
-        (lambda x: torch.full((8,), 0.1) + x, [1]),
-    ],
-)
-def test_created_numbers_are_rounded_to_their_dtype(
-    function: Callable[[Tensor], Tensor], members: list[int]
-) -> None:
-    x = torch.arange(8.0)
-    module, found = compiled(function, x)
-    assert torch.equal(module(x)[0], function(x))
-    assert found == members
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_joined_images_keep_their_layout() -> None:
-    """Also of equal pieces, for which Inductor has a way of its own."""
-
-    def join(x: Tensor) -> Tensor:
-        return (torch.cat([x, x], 1) + 1.0) * 2.0
-
-    x = torch.randn(2, 4, 6, 5).contiguous(memory_format=torch.channels_last)
-    module, members = compiled(join, x)
-    assert members == [3]
-    found, wanted = module(x)[0], join(x)
-    assert torch.equal(found, wanted)
-    assert found.stride() == wanted.stride() == (240, 1, 40, 8)
-
-
-@pytest.mark.parametrize("strides", [(1, 8), (64,), None])
-def test_kernels_with_another_layout_are_given_up(
-    strides: tuple[int, ...] | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    original = lohan_fx._compat.inductor_kernel
-
-    def another(*args: Any) -> Any:
-        return original(*args)[0], [strides]
-
-    monkeypatch.setattr(lohan_fx._compat, "inductor_kernel", another)
-    draft = Draft()
-    x = draft.placeholder("x")
-    body = draft.finish(draft(aten.sin.default, draft(aten.cos.default, x)))
-    assert Kernels(CPU, compiled=True)(body, "sine") is None
-    assert "sine is not fused: Inductor made" in caplog.text
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
-@pytest.mark.parametrize("least", ["-inf", "min"])
-def test_an_attention_mask_is_one_op_in_any_dtype(dtype: torch.dtype, least: str) -> None:
-    number = torch.finfo(dtype).min if least == "min" else float("-inf")
-
-    def mask() -> Tensor:
-        below = torch.arange(8) <= torch.arange(8)[:, None]
-        return torch.where(below, *(torch.scalar_tensor(v, dtype=dtype) for v in (0.0, number)))
-
-    module, found = compiled(mask)
-    assert found == [2]  # the comparison and the choice
-    assert [n.op for n in module.graph.nodes] == ["call_function", "output"]
-    assert torch.equal(module()[0], mask())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("columns", [101, 127, 129])
-def test_products_of_padded_matrices_take_the_padding_along(
-    columns: int, dtype: torch.dtype
-) -> None:
-    """The gradient of a head: its rows are the columns of the padded matrix."""
-    generator = torch.Generator().manual_seed(0)
-    step = align.PADDED_BYTES // dtype.itemsize
-    stride = -(-columns // step) * step
-    whole = torch.full((37, stride), torch.nan).to(dtype)
-    gradient = whole[:, :columns]
-    gradient.copy_(torch.randint(-3, 4, (37, columns), generator=generator))
-    x = torch.randint(-3, 4, (37, 24), generator=generator).to(dtype)
-    found = align.aligned_mm(gradient.t(), x)
-    assert torch.equal(found, gradient.t().contiguous() @ x)
-    assert found.is_contiguous()
-    assert found.untyped_storage().nbytes() == stride * 24 * dtype.itemsize  # one product of all
-
-
-def test_heads_gradients_are_computed_with_their_padding() -> None:
-    """In the graph, too: the layout that is planned says so. (With the loss in chunks: a gradient
-    that is returned as it is made is left alone.)"""
-    model, inputs = odd(37, 101, bias=False)
-    captured, _ = aligned(model, inputs, loss_chunk_bytes=12 * 101 * 4)
-    products = [
-        n
-        for n in captured.graph.graph.nodes
-        if n.target is align.aligned_mm and n.meta["phase"] == "backward"
-    ]
-    step = align.PADDED_BYTES // 8
-    rows = -(-101 // step) * step
-    sizes = [
-        n.meta["val"].untyped_storage().nbytes() for n in products if n.meta["val"].shape[0] == 101
-    ]
-    assert sizes == [rows * 24 * 8] * len(sizes)
-    assert sizes
-    check_layouts(captured, model, inputs)

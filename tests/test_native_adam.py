@@ -33,7 +33,7 @@ needs_compiler = pytest.mark.skipif(
     reason="needs a C++ compiler",
 )
 
-SIZES = (*range(1, 41), *range(993, 1031), 70_001)
+SIZES = (*range(1, 41), *range(60, 69), *range(124, 133), *range(993, 1031), 70_001)
 """Every remainder of a vector, of the kernel's block, and more than two of a thread's pieces."""
 STEPS = 3
 NAMES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")

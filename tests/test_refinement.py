@@ -93,6 +93,22 @@ def trained(
     return made, inputs
 
 
+def refined_mlp(directory: Path, **options: Any) -> tuple[LohanModule, dict[str, Any], Training]:
+    """Another plan is to replace its first one; nothing has run."""
+    model, inputs = make("mlp")
+    training = training_of("adamw", model)
+    made = lohan_fx.compile(
+        model,
+        hw=cpu_hardware(directory),
+        optimizer=training.optimizer,
+        strategy=Turns(("swap-all", "host"), ("keep-all", "device")),
+        refine=True,
+        **options,
+    )
+    assert isinstance(made, LohanModule)
+    return made, inputs, training
+
+
 def tiers(model: LohanModule) -> dict[str, str]:
     assert model.lohan.memory is not None
     return {s.unit.name: s.tier for s in model.lohan.memory.states.units}
@@ -182,17 +198,7 @@ def test_forwards_that_wait_together_are_all_counted(
         return running_share(timeline, timed, plan, num_runs)
 
     monkeypatch.setattr(lohan_fx.refinement, "running_share", note_runs)
-    model, inputs = make("mlp")
-    training = training_of("adamw", model)
-    made = lohan_fx.compile(
-        model,
-        hw=cpu_hardware(tmp_path),
-        optimizer=training.optimizer,
-        strategy=Turns(("swap-all", "host"), ("keep-all", "device")),
-        forwards=2,
-        refine=True,
-    )
-    assert isinstance(made, LohanModule)
+    made, inputs, training = refined_mlp(tmp_path, forwards=2)
     made.lohan.prepare(**inputs)
     for _ in range(RECORDED_STEPS[-1] + 1):
         losses = [loss_of("mlp", made(**_detached(inputs))) for _ in range(2)]
@@ -304,16 +310,7 @@ def test_nothing_is_refined_by_default_on_a_cpu_or_while_the_user_measures(tmp_p
 
 @pytest.mark.usefixtures("judged")
 def test_other_inputs_in_between_start_the_measurement_again(tmp_path: Path) -> None:
-    model, inputs = make("mlp")
-    training = training_of("adamw", model)
-    made = lohan_fx.compile(
-        model,
-        hw=cpu_hardware(tmp_path),
-        optimizer=training.optimizer,
-        strategy=Turns(("swap-all", "host"), ("keep-all", "device")),
-        refine=True,
-    )
-    assert isinstance(made, LohanModule)
+    made, inputs, training = refined_mlp(tmp_path)
     short = {k: v[:1] if isinstance(v, torch.Tensor) and v.dim() else v for k, v in inputs.items()}
     for index in range(RECORDED_STEPS[-1] + 2):
         made.lohan.prepare(**inputs)

@@ -104,9 +104,11 @@ def test_named_models_with_12_blocks(name: str) -> None:
     assert how == "with 3 and 4 of the 12 blocks in blocks; the others are replicas"
 
 
-@pytest.mark.slow
-def test_transformers_with_a_cache_of_keys() -> None:
-    """Constants, buffers, a list of keys and values among the outputs."""
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
+)
+def test_transformers_with_a_cache_of_keys(dtype: torch.dtype) -> None:
+    """Constants, buffers, a list of keys and values among the outputs; one mask for all blocks."""
     config = LlamaConfig(
         num_hidden_layers=8,
         hidden_size=32,
@@ -120,8 +122,10 @@ def test_transformers_with_a_cache_of_keys() -> None:
     )
     model = meta(lambda: LlamaForCausalLM(config))
     ids = torch.empty(2, 8, dtype=torch.long, device="meta")
-    how = check(make_tracer(model, {"input_ids": ids, "labels": ids}, hw=HW))
-    assert "3 and 4 of the 8 blocks in model.layers" in how
+    tracer = make_tracer(model, {"input_ids": ids, "labels": ids}, hw=HW, dtype=dtype)
+    assert "3 and 4 of the 8 blocks in model.layers" in check(tracer)
+    masks = [op for op in tracer.workload().workload.ops if op.target == "aten.where.self"]
+    assert [op.block for op in masks] == ["model.embed_tokens"]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from lohan_fx.annotate import is_getitem, is_view
+from lohan_fx.joint_graph import is_parameter
 from lohan_fx.passes.base import Rewrite
 
 
@@ -53,11 +54,6 @@ def _gather_results(graph: fx.Graph) -> None:
             for result in sorted(filter(is_getitem, node.users), key=lambda u: u.args[1]):
                 last.append(result)
                 last = result
-
-
-def is_parameter(node: fx.Node) -> bool:
-    """Whether the node is a parameter of the model."""
-    return node.op == "placeholder" and node.meta["role"].kind == "parameter"
 
 
 def replay(graph: fx.Graph, view: fx.Node, user: fx.Node, memo: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from lohan_fx.annotate import UnitLayout
+from lohan_fx.joint_graph import is_parameter
 from lohan_fx.passes.base import Mark, Rewrite, replace_uses
-from lohan_fx.passes.normalize import is_parameter
 from lohan_fx.program import window_storage
 from lohan_fx.runtime import ops
 

@@ -171,11 +171,14 @@ class Executor:
         self.waiting.remove(pending)
         self.engine.place = pending.place
         assert self.halves.backward is not None
-        given = {"tangent": lambda r: tangents[r.index], "buffer": lambda _: next(buffers)}
-        arguments = [
-            given[r.kind](r) if r.kind in given else self._argument(r, inputs)
-            for r in self.halves.backward_inputs
-        ]
+        arguments: list[Any] = []
+        for role in self.halves.backward_inputs:
+            if role.kind == "tangent":
+                arguments.append(tangents[role.index])
+            elif role.kind == "buffer":
+                arguments.append(next(buffers))
+            else:
+                arguments.append(self._argument(role, inputs))
         arguments += saved
         saved.clear()
         updater = self.engine.updater
