@@ -67,13 +67,14 @@ def has_own_buffer(
 
     They do with schedules "serial", "deferred" and "speculative", which have them until
     optimizer.step(), unless they are added to what the unit has; with "overlapped", so that
-    backward need not wait for updates (units on SSD have a ring all the same: host memory is what
-    they lack); and where the device writes gradients as they are made (`direct`).
+    backward need not wait for updates, and with "speculative", which may have to take additions
+    back (units on SSD have a ring all the same: host memory is what they lack); and where the
+    device writes gradients as they are made (`direct`).
     """
     if not unit.trainable or tier == "device":
         return False
     waits = schedule in WHOLE and not unit.accumulator_bytes
-    waits = waits or (schedule == "overlapped" and tier == "host")
+    waits = waits or (schedule in ("overlapped", "speculative") and tier == "host")
     return waits or unit.name in direct
 
 

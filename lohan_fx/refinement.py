@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import Plan, Schedule
+from lohan_fx.plan import Plan
 from lohan_fx.program import lower
 from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.op_timing import OpTimer
@@ -140,7 +140,7 @@ class Refinement:
         share = running_share(timeline, workload.timed(seconds), plan, self._num_recorded)
         return Measured(
             workload=workload.timed({op: share * s for op, s in seconds.items()}),
-            hw=corrected(hw, timeline, workload, plan.schedule),
+            hw=corrected(hw, timeline, workload, plan),
         )
 
 
@@ -163,7 +163,7 @@ def running_share(timeline: Timeline, timed: Workload, plan: Plan, num_runs: int
 
 
 def corrected(
-    hw: HardwareProfile, timeline: Timeline, workload: Workload, schedule: Schedule
+    hw: HardwareProfile, timeline: Timeline, workload: Workload, plan: Plan
 ) -> HardwareProfile:
     """The profile with the rates that the lanes had. What did not run keeps its rate."""
     lanes = timeline.by_lane
@@ -171,7 +171,11 @@ def corrected(
     d2h = _limited(hw.d2h_bytes_per_s, _bandwidth(lanes["d2h"]))
     units = workload.unit_by_name
     updates = [s for s in lanes["cpu"] if s.kind == "update"]
-    work = sum(update_share(units[s.name], schedule) * units[s.name].num_params for s in updates)
+    work = sum(
+        update_share(units[s.name], plan.units[s.name].tier, plan.schedule)
+        * units[s.name].num_params
+        for s in updates
+    )
     optimizer = _limited(
         hw.cpu_optimizer_params_per_s, _rate(work, sum(s.seconds for s in updates))
     )

@@ -511,7 +511,9 @@ def uses_the_kernel(monkeypatch: pytest.MonkeyPatch, **options: Any) -> bool:
     ran = []
     run = AdamKernel.run
     with monkeypatch.context() as patch:
-        patch.setattr(AdamKernel, "run", lambda self, us: (ran.append(1), run(self, us))[1])
+        patch.setattr(
+            AdamKernel, "run", lambda self, us, **kw: (ran.append(1), run(self, us, **kw))[1]
+        )
         train(torch.bfloat16, **options)
     return bool(ran)
 

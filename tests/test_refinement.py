@@ -348,7 +348,9 @@ def test_rates_are_bytes_by_seconds(tmp_path: Path) -> None:
             _span("ssd", "prefetch", "z", 0, 2, ssd // 2),
         ),
     )
-    found = corrected(hw, timeline, workload, "overlapped")
+    options = PlannerOptions(schedule="overlapped", states="host")
+    plan = make_plan("recompute-all", workload, small_hardware(), budget(), options)
+    found = corrected(hw, timeline, workload, plan)
     assert found.h2d_bytes_per_s == second
     assert found.d2h_bytes_per_s == hw.d2h_bytes_per_s
     assert found.cpu_optimizer_params_per_s == pytest.approx(slower)
@@ -374,16 +376,16 @@ def test_an_update_that_takes_up_a_sum_is_not_a_slow_one() -> None:
     plain, summed = (sum(s.seconds for s in each if s.kind == "update") for each in spans)
     assert summed == pytest.approx(plain * 32 / 28)
     timeline = Timeline(name="measured", spans=spans[1])
-    found = corrected(hw, timeline, adding, "optimized")
+    found = corrected(hw, timeline, adding, plan)
     assert found.cpu_optimizer_params_per_s == pytest.approx(hw.cpu_optimizer_params_per_s)
 
 
 def test_a_rate_that_is_far_off_is_not_believed() -> None:
     hw = small_hardware()
     timeline = Timeline(name="odd", spans=(_span("d2h", "offload", "x", 0, 1e3, 2**20),))
-    assert (
-        corrected(hw, timeline, gpt_workload(), "serial").d2h_bytes_per_s == hw.d2h_bytes_per_s / 4
-    )
+    workload = gpt_workload()
+    plan = make_plan("recompute-all", workload, hw, budget(), PlannerOptions())
+    assert corrected(hw, timeline, workload, plan).d2h_bytes_per_s == hw.d2h_bytes_per_s / 4
 
 
 @pytest.mark.usefixtures("judged")

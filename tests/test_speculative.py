@@ -76,7 +76,7 @@ def wait_until_begun(trials: Trials, count: int | None = None) -> None:
 
 class Watch:
     """Counts what trials do, and can keep backward waiting for them. All trials have begun when
-    `optimizer.step()` accepts them.
+    `optimizer.step()` asks for norms that they take, and when it accepts them.
 
     Attributes:
         flips: units that went on with their second copy.
@@ -87,6 +87,7 @@ class Watch:
         self.flips: list[str] = []
         self.early = 0
         flip, emit, settle = UnitStates.flip, Updater.emit, Trials.settle
+        end_additions = Updater._end_tried_additions
 
         def counted(states: UnitStates) -> None:
             flip(states)
@@ -100,12 +101,18 @@ class Watch:
                     self.early += 1
             emit(updater, index, gradients)
 
+        def tried(updater: Updater) -> None:
+            if updater.trials is not None:
+                wait_until_begun(updater.trials)
+            end_additions(updater)
+
         def begun(trials: Trials, *args: Any) -> list[Any]:
             wait_until_begun(trials)
             return settle(trials, *args)
 
         patch.setattr(UnitStates, "flip", counted)
         patch.setattr(Updater, "emit", waiting)
+        patch.setattr(Updater, "_end_tried_additions", tried)
         patch.setattr(Trials, "settle", begun)
 
 
@@ -1024,7 +1031,15 @@ def test_an_interrupt_in_the_step(
     place: float, clips: bool, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """optimizer.step() is called again, and takes it up; or there has been no step at all."""
-    sweep(hw, monkeypatch, clips, lambda count: [1 + int(place * count)])
+    sweep(hw, monkeypatch, clips, 1, lambda count: [1 + int(place * count)])
+
+
+@pytest.mark.parametrize("place", [0.05, 0.2])
+def test_an_interrupt_while_sums_are_completed(
+    place: float, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is added twice."""
+    sweep(hw, monkeypatch, False, 2, lambda count: [1 + int(place * count)])
 
 
 def test_a_step_that_is_taken_up_clips_what_was_submitted_before(
@@ -1076,31 +1091,36 @@ def test_a_step_that_is_taken_up_clips_what_was_submitted_before(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("clips", [False, True])
 def test_an_interrupt_at_every_place_of_the_step(
-    clips: bool, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+    clips: bool, accumulate: int, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep(hw, monkeypatch, clips, lambda count: range(1, count + 10))
+    sweep(hw, monkeypatch, clips, accumulate, lambda count: range(1, count + 10))
 
 
 def sweep(
     hw: HardwareProfile,
     patch: pytest.MonkeyPatch,
     clips: bool,
+    accumulate: int,
     places: Callable[[int], Any],
 ) -> None:
-    both = Pair(hw, patch, clip_grad_norm=1e-3 if clips else NEVER)
+    limit = 1e-3 if clips else NEVER
+    both = Pair(hw, patch, clip_grad_norm=limit, accumulate=accumulate)
 
     def plainly() -> None:
-        backward(both.plain, both.inputs)
-        clip_grad_norm_(both.plain.parameters(), 1e-3 if clips else NEVER)
+        for _ in range(accumulate):
+            backward(both.plain, both.inputs)
+        clip_grad_norm_(both.plain.parameters(), limit)
         both.its.step()
 
     def ours(at: int) -> int:
         trials = updater_of(both.made).trials if both.made.lohan.memory else None
         if trials is not None:
             trials._clipped = False  # try each time
-        backward(both.made, both.batch)
+        for _ in range(accumulate):
+            backward(both.made, both.batch)
         with interrupted(at) as counted, suppress(KeyboardInterrupt):
             both.ours.optimizer.step()
         if updater_of(both.made).pending:
@@ -1137,11 +1157,12 @@ def test_close_in_the_middle(
         both.both()
     run, going = UnitOptimizer._update, threading.Event()
 
-    def slow(unit: UnitOptimizer, *args: Any, **kwargs: Any) -> None:
-        run(unit, *args, **kwargs)
+    def slow(unit: UnitOptimizer, *args: Any, **kwargs: Any) -> Any:
+        found = run(unit, *args, **kwargs)
         if when != "trials have ended":  # its scalars are those of the step that is tried
             going.set()
             threading.Event().wait(0.05)
+        return found
 
     with monkeypatch.context() as patch:
         patch.setattr(UnitOptimizer, "_update", slow)

@@ -68,10 +68,17 @@ class Results:
 
 
 @dataclass(frozen=True, slots=True)
-class Scalars:
-    """The scalar state of a unit after an update that was only tried."""
+class Tried:
+    """What came of an update that was only tried.
 
-    values: tuple[dict[str, Tensor] | None, ...]
+    Attributes:
+        scalars: the scalar state of each parameter after it.
+        squares: of each parameter's gradient the sum of squares in float64; None where it was not
+            asked for, or there is no gradient.
+    """
+
+    scalars: tuple[dict[str, Tensor] | None, ...]
+    squares: tuple[float | None, ...]
 
 
 _ALIGNMENT = 1024
@@ -268,39 +275,62 @@ class UnitOptimizer:
         state: Sequence[Mapping[str, Tensor]],
         results: Results,
         *,
+        sums: Sequence[Tensor | None] | None = None,
+        squared: bool = False,
         hyperparameters: Hyperparameters | None = None,
         clip: Clip | None = None,
-    ) -> Scalars:
+    ) -> Tried | None:
         """`step_mixed` (`step`, if `results` has no compute copies) with its results elsewhere.
 
-        Masters, gradients, state and the scalars here stay as they are (but for state that no
-        update has written yet). `results` gets everything, also of parameters without a gradient.
+        Masters, gradients, sums, state and the scalars here stay as they are (but for state that
+        no update has written yet). `results` gets everything, also of parameters without a
+        gradient.
+
+        Args:
+            squared: sums of squares of what `grads` and `sums` are together are wanted, of the
+                parameters that `grads` has something of.
 
         Returns:
-            the scalars after the update, for `accept`.
+            what came of it, for `accept`; None: nothing was done, as no kernel adds and takes
+            squares in passing.
 
         Raises:
             as `step`.
         """
+        sums = (None,) * len(grads) if sums is None else sums
+        both = [g is not None and s is not None for g, s in zip(grads, sums, strict=True)]
         before, self._scalars = self._scalars, list(self._scalars)
         try:
-            self._update(
-                masters, grads, None, state, results.compute, None, hyperparameters, clip, results
+            squares = self._update(
+                masters,
+                grads,
+                sums,
+                state,
+                results.compute,
+                None,
+                hyperparameters,
+                clip,
+                results,
+                squared=squared,
+                in_passing=squared or any(both),
             )
-            for i, grad in enumerate(grads):
-                if grad is None:
+            if squares is None:
+                return None
+            for i, (grad, total) in enumerate(zip(grads, sums, strict=True)):
+                if grad is None and total is None:
                     results.masters[i].copy_(masters[i])
                     for name, view in results.state[i].items():
                         view.copy_(state[i][name])
                     if results.compute is not None:
                         results.compute[i].copy_(masters[i])
-            return Scalars(tuple(self._scalars))
+            wanted = [squares.get(i) if g is not None else None for i, g in enumerate(grads)]
+            return Tried(tuple(self._scalars), tuple(wanted))
         finally:
             self._scalars = before
 
-    def accept(self, scalars: Scalars) -> None:
+    def accept(self, tried: Tried) -> None:
         """Go on from an update that was tried."""
-        self._scalars = list(scalars.values)
+        self._scalars = list(tried.scalars)
 
     def _values(self, index: int, group: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """Hyperparameters of group `index` as the shadow gets them."""
@@ -390,7 +420,15 @@ class UnitOptimizer:
         hyperparameters: Hyperparameters | None,
         clip: Clip | None,
         results: Results | None = None,
-    ) -> None:
+        *,
+        squared: bool = False,
+        in_passing: bool = False,
+    ) -> dict[int, float] | None:
+        """Update all. `in_passing`: only by a kernel that adds, and takes squares, in its one pass.
+
+        Returns:
+            the sums of squares by parameter, if they are `squared`; None: nothing was done.
+        """
         clip = clip or Clip()
         copies = (None,) * len(self._params) if compute is None else compute
         sums = (None,) * len(self._params) if sums is None else sums
@@ -401,16 +439,26 @@ class UnitOptimizer:
                 f"states, {len(copies)} compute copies for {len(self._params)} parameters"
             )
         if not masters:
-            return
+            return {}
         self._find_groups()
         settings = self._settings(hyperparameters, masters[0].device)
         mixed = compute is not None
         if masters[0].device.type != "cpu":
             grads, sums = added(grads, sums), (None,) * len(sums)
-        if self._update_natively(
-            masters, grads, sums, state, copies, settings, clip, results, mixed=mixed
-        ):
-            return
+        squares = self._update_natively(
+            masters,
+            grads,
+            sums,
+            state,
+            copies,
+            settings,
+            clip,
+            results,
+            mixed=mixed,
+            squared=squared,
+        )
+        if squares is not None or in_passing:
+            return squares
         grads = added(grads, sums)
         if results is not None:
             for i, (master, views) in enumerate(zip(masters, state, strict=True)):
@@ -444,6 +492,7 @@ class UnitOptimizer:
                 self._scalars[piece.index] = {
                     n: v for n, v in piece.entry.items() if n not in names
                 }
+        return {}
 
     def _update_natively(
         self,
@@ -457,31 +506,35 @@ class UnitOptimizer:
         results: Results | None,
         *,
         mixed: bool,
-    ) -> bool:
+        squared: bool,
+    ) -> dict[int, float] | None:
         """Update all at once by our own kernel, if it has the arithmetic that is asked for.
 
         That is torch's fused Adam and AdamW on float32: in host memory, where the results are the
         same to the bit, in one pass and without the GIL; on CUDA in mixed precision only.
+
+        Returns:
+            as `_update`; None if it does not.
         """
         if not isinstance(self._optimizer, (Adam, AdamW)):
-            return False
+            return None
         if any(values.get("fused") is not True for values in settings.values()):
-            return False
+            return None
         on_cuda = masters[0].device.type == "cuda"
         if on_cuda and any(copy is None for copy in copies):
-            return False
+            return None
         if masters[0].device.type not in ("cpu", "cuda"):
-            return False
+            return None
         rehearsal = any(isinstance(master, FakeTensor) for master in masters)  # see `scratch`
         kernel: adam.AdamKernel | adam_cuda.CudaAdamKernel | None
         if on_cuda and rehearsal:
             if not adam_cuda.expected():
-                return False
+                return None
             kernel = None
         else:
             kernel = adam_cuda.kernel() if on_cuda else adam.kernel()
             if kernel is None:
-                return False
+                return None
         updates: list[adam.Update] = []
         steps: dict[int, Tensor] = {}
         for i, (master, copy) in enumerate(zip(masters, copies, strict=True)):
@@ -518,25 +571,29 @@ class UnitOptimizer:
                     sum=total,
                 )
             except KeyError:
-                return False
-            if not update.supported() or (on_cuda and (amsgrad or results is not None)):
-                return False
+                return None
+            if not update.supported() or (on_cuda and (amsgrad or results is not None or squared)):
+                return None
             halves = torch.float16 in (grad.dtype, None if copy is None else copy.dtype)
             if halves and not getattr(kernel, "has_half", True):
-                return False
+                return None
             if not mixed and grad.dtype != master.dtype:  # `_update` refuses it
-                return False
+                return None
             updates.append(update)
         if rehearsal or kernel is None:
-            return True  # the kernel allocates nothing
+            return {}  # the kernel allocates nothing
         for i in steps:
             if self._scalars[i] is None:
                 for name in self._planned[i].tensors:
                     state[i][name].zero_()
-        kernel.run(updates)
+        if isinstance(kernel, adam.AdamKernel):
+            squares = dict(zip(steps, kernel.run(updates, squared=squared), strict=squared))
+        else:
+            kernel.run(updates)
+            squares = {}
         for i, step in steps.items():
             self._scalars[i] = {"step": step}
-        return True
+        return squares
 
     def _pieces(
         self,

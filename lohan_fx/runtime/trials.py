@@ -12,6 +12,11 @@ A unit whose memory somebody else looks at (a kept `state_dict()`, an array), or
 does not trade places: it is updated again, where it is, and they see the new weights, as in plain
 PyTorch. What has not begun when `optimizer.step()` knows the norm is not tried any more: in place
 an update is faster (H100 host: 5.0 against 3.7 Gparam/s).
+
+Where gradients add up, a trial adds the last ones in its own pass and takes the norm of the sum
+(32 bytes a parameter instead of 10 and 30); sum and gradients stay as they are, in case that it is
+dropped. If no kernel does that, they are added first. `optimizer.step()` needs all norms, so what
+has not begun by then is added without a trial.
 """
 
 from __future__ import annotations
@@ -24,11 +29,11 @@ from functools import partial
 
 import torch
 
-from lohan_fx.runtime.clipping import Clipping
+from lohan_fx.runtime.clipping import Clipping, Norms
 from lohan_fx.runtime.flats import Flats, views_of
 from lohan_fx.runtime.lane import Lane, RankedLane, Ticket
 from lohan_fx.runtime.lanes import Lanes
-from lohan_fx.runtime.optimizer import Clip, Results, Scalars
+from lohan_fx.runtime.optimizer import Clip, Results, Tried
 from lohan_fx.runtime.param_groups import (
     Hyperparameters,
     same_hyperparameters,
@@ -44,19 +49,21 @@ class Trial:
     """One unit's update into its second copy.
 
     Attributes:
-        given: gradients, or sums instead.
+        given: gradients, sums, or both, which are added in passing.
         source, target: the states as they are, and their second copy.
+        norms: take those of the gradients, if they are wanted; None: they are known.
         fresh: signalled when the second copy is whole; failed if it never will be.
         ended: when nothing of it runs any more.
-        scalars: the optimizer's, once it has been made.
+        tried: what came of it, once it has been made.
     """
 
     given: UnitGradients
     source: Flats
     target: Flats
+    norms: Norms | None
     fresh: Ticket = field(default_factory=Ticket)
     ended: Ticket = field(default_factory=Ticket)
-    scalars: Scalars | None = None
+    tried: Tried | None = None
     begun: bool = False
     failed: bool = False
     accepted: bool = False
@@ -115,17 +122,33 @@ class Trials:
             self._clip = self._clipping.by_value()
             self._rank = rank
 
-    def submit(self, given: UnitGradients, ready: Ticket) -> None:
+    def submit(
+        self, given: UnitGradients, ready: Ticket, norms: Norms | None = None
+    ) -> Trial | None:
         """Update a unit, if it has a spare, when its gradients or its sums are `ready`; after what
-        is urgent on the lane."""
+        is urgent on the lane.
+
+        Args:
+            norms: take those of the gradients, which are not known yet.
+
+        Returns:
+            the trial; None if there is none.
+        """
         states = given.states
         if not self._tries or states.spare is None or states.flats is None:
-            return
-        trial = Trial(given=given, source=states.flats, target=states.spare)
+            return None
+        trial = Trial(given=given, source=states.flats, target=states.spare, norms=norms)
         rank = 1 + len(self._rank) + self._rank.get(states.index, 1)
         job = partial(self._run, trial, ready)
         trial.ended = self._lane.submit_ranked(job, rank, ready, (trial.fresh,))
         self._open.append(trial)
+        return trial
+
+    def give_up(self, trial: Trial) -> bool:
+        """Do not try it any more, unless it has begun; says whether it has."""
+        with self._lock:
+            trial.dropped = trial.dropped or not trial.begun
+            return trial.begun
 
     def settle(self, optimizer: torch.optim.Optimizer, clip: Clip | None) -> list[Trial]:
         """The gradients are known: accept all trials of the step, or drop them.
@@ -206,9 +229,9 @@ class Trials:
 
     def _commit(self, trial: Trial) -> None:
         """Take over the scalars of an accepted trial that has ended. The lock is held."""
-        if trial.accepted and trial.scalars is not None:
+        if trial.accepted and trial.tried is not None:
             assert trial.states.optimizer is not None
-            trial.states.optimizer.accept(trial.scalars)
+            trial.states.optimizer.accept(trial.tried)
             self._updates.ended.append(trial.states.unit.name)
 
     def _drop(self, trial: Trial) -> None:
@@ -226,7 +249,7 @@ class Trials:
             trial.begun = True
         try:
             ready.synchronize()
-            scalars = self._update(trial)
+            tried = self._try(trial)
         except BaseException as error:
             with self._lock:
                 trial.failed = True
@@ -236,34 +259,56 @@ class Trials:
                 raise
             return  # the update that follows meets the cause again, and says it
         with self._lock:
-            trial.scalars = scalars
+            trial.tried = tried
             self._commit(trial)
         trial.fresh.finish()
 
-    def _update(self, trial: Trial) -> Scalars:
+    def _try(self, trial: Trial) -> Tried:
+        given, norms = trial.given, trial.norms
+        tried = None
+        if norms is None or norms.in_passing or not norms.wanted:
+            tried = self._update(trial)
+        if tried is None:
+            self._updates.add(given, trial.source)
+            tried = self._update(trial)
+            assert tried is not None
+        elif norms is not None:
+            for i, squares in enumerate(tried.squares):
+                if squares is not None:
+                    norms.note(trial.states, i, squares)
+            given.take_norms(trial.source, norms)
+        return tried
+
+    def _update(self, trial: Trial) -> Tried | None:
+        """Update into the second copy; None: that cannot be done before gradients are added."""
         states, source, target = trial.states, trial.source, trial.target
+        given, norms = trial.given, trial.norms
         slices = states.layout.slices
         assert states.optimizer is not None
         began = time.perf_counter()
-        scalars = states.optimizer.try_step(
+        tried = states.optimizer.try_step(
             views_of(source.master, slices),
-            trial.given.chosen(source),
+            given.gradients,
             states.moments(source),
             Results(
                 masters=views_of(target.master, slices),
                 state=states.moments(target),
                 compute=views_of(target.compute, slices) if states.mixed else None,
             ),
+            sums=given.totals(source),
+            squared=norms is not None and norms.wanted and given.unadded,
             hyperparameters=self._hyperparameters,
             clip=self._clip,
         )
+        if tried is None:
+            return None
         ended = time.perf_counter()
         self._lanes.update_s += ended - began
         if self._lanes.recorder is not None:
             self._lanes.recorder.add(
                 "cpu", self._lanes.label("update", states.unit.name), began, ended
             )
-        return scalars
+        return tried
 
 
 def _by_norm(clip: Clip | None) -> bool:

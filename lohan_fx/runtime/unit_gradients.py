@@ -33,8 +33,14 @@ class UnitGradients:
         """What a unit has by now, without gradients that come besides."""
         return cls(states, [None] * len(states.sums), list(states.sums))
 
+    @property
+    def unadded(self) -> bool:
+        """Whether there are gradients besides sums."""
+        return any(g is not None for g in self.gradients)
+
     def add(self, flats: Flats, norms: Norms) -> None:
-        """Add gradients to the sums that there are; the others begin with them."""
+        """Add gradients to the sums that there are; the others begin with them. There are only sums
+        then: a second call does nothing."""
         assert flats.gradient is not None
         states = self.states
         totals = views_of(flats.gradient, states.layout.slices)
@@ -45,16 +51,15 @@ class UnitGradients:
         for i, value in zip(addends, squares, strict=True):
             if value is not None:
                 norms.note(states, i, value)
+        self.sums = [has or g is not None for has, g in zip(self.sums, self.gradients, strict=True)]
+        self.gradients = [None] * len(self.gradients)
 
     def take_norms(self, flats: Flats, norms: Norms) -> None:
-        """Take the norms, if they are wanted, of what `add` has completed, where it took none."""
+        """Take the norms, if they are wanted, of sums that are complete and have none."""
         if norms.wanted:
             states = self.states
-            parts = zip(self.gradients, self.sums, strict=True)
-            whole = [has or g is not None for g, has in parts]
-            norms.take_sums(
-                states, flats, [has and not norms.has(states, i) for i, has in enumerate(whole)]
-            )
+            late = [has and not norms.has(states, i) for i, has in enumerate(self.sums)]
+            norms.take_sums(states, flats, late)
 
     def totals(self, flats: Flats) -> list[Tensor | None] | None:
         """The sums to which the gradients that came last are added; None if there are none."""
@@ -63,10 +68,3 @@ class UnitGradients:
         assert flats.gradient is not None
         totals = views_of(flats.gradient, self.states.layout.slices)
         return [t if has else None for t, has in zip(totals, self.sums, strict=True)]
-
-    def chosen(self, flats: Flats) -> list[Tensor | None]:
-        """Of each parameter the sum, where there is one, or else what came last."""
-        totals = self.totals(flats)
-        if totals is None:
-            return self.gradients
-        return [g if t is None else t for g, t in zip(self.gradients, totals, strict=True)]

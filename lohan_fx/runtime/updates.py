@@ -19,7 +19,7 @@ Schedules (LoHan §IV-C, Fig. 3):
 
 Where gradients add up (`runtime.accumulation`), those of a backward that does not end the step are
 added to what the unit has, on arrival; so are those of the last, and the unit is updated by the
-schedule.
+schedule. (In one pass, where the update, or the trial of one, need not wait.)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.param_groups import same_hyperparameters, snapshot_hyperparameters
 from lohan_fx.runtime.state_pipeline import StatePipeline
 from lohan_fx.runtime.states import ModelStates
-from lohan_fx.runtime.trials import Trials
+from lohan_fx.runtime.trials import Trial, Trials
 from lohan_fx.runtime.unit_gradients import UnitGradients
 from lohan_fx.runtime.unit_states import UnitStates
 from lohan_fx.runtime.unit_updates import UnitUpdates
@@ -113,6 +113,7 @@ class Updater:
         self._jobs: list[Ticket] = []
         self._held: list[UnitGradients] = []
         self._emitted: list[tuple[UnitStates, list[bool]]] = []
+        self._tried: list[tuple[UnitGradients, Trial]] = []  # which the trial adds in passing
         self.trials: Trials | None = None
         if schedule == "speculative":
             try:
@@ -219,10 +220,14 @@ class Updater:
                 given.add(states.flats, self._norms)
                 if self._norms.wanted:
                     self._norms.take_sums(states, states.flats, states.sums)
-            else:
+                return
+            trial = None
+            if self._last and self.trials is not None:
+                trial = self.trials.submit(given, arrival, self._norms)
+            if trial is None:
                 self._submit(given, borrowed, None, adds=True)
-                if self._last and self.trials is not None:  # its sums are whole then
-                    self.trials.submit(UnitGradients.only_sums(states), self._jobs[-1])
+            else:
+                self._tried.append((given, trial))
             return
         if not self._updates_now:
             if arrival is None:
@@ -306,6 +311,7 @@ class Updater:
                 if self.trials is not None:
                     self.trials.drop()
         self._held = given  # an interrupt may strike anywhere: a next call goes on from here
+        self._tried.clear()
         self._states.generation += bool(begun or given)
         if not kept:
             for states in self._states.trained:
@@ -342,11 +348,25 @@ class Updater:
     def _left(self, begun: bool) -> list[UnitGradients]:
         """Gradients that wait for `finish`, and sums, of which there are others than `begun`."""
         held = {given.states.index for given in self._held}
+        tried = [given for given, _ in self._tried if given.states.index not in held]
+        held.update(given.states.index for given in tried)
         sums = [s for s in self._states.trained if any(s.sums) and s.index not in held]
-        if sums and not begun:
+        if (sums or tried) and not begun:
+            self._end_tried_additions()
             self._wait_for_sums()
             self._settle_compute()
-        return [*self._held, *map(UnitGradients.only_sums, sums)]
+        return [*self._held, *tried, *map(UnitGradients.only_sums, sums)]
+
+    def _end_tried_additions(self) -> None:
+        """Have all norms: wait for trials that add in passing; add what none has begun to."""
+        for given, trial in self._tried:
+            assert self.trials is not None
+            if not self.trials.give_up(trial):
+                self._submit(given, None, None, adds=True)
+        for given, trial in self._tried:
+            trial.ended.settle()
+            if trial.failed:
+                self._submit(given, None, None, adds=True)
 
     def _skips(self, found: Sequence[UnitGradients]) -> bool:
         """Choose how to clip whole gradients; says whether the step is left out."""
@@ -570,6 +590,7 @@ class Updater:
         self._updates.clear()
         self._held.clear()
         self._emitted.clear()
+        self._tried.clear()
         self._offload.clear()
         self._jobs.clear()
         self._pipeline.clear()

@@ -26,14 +26,24 @@ ADD_SHARE = 10 / 28
 """Adding a gradient against an update: bf16 to fp32 moves 10 bytes a parameter, Adam 28."""
 
 
-def update_share(unit: Unit, schedule: Schedule) -> float:
-    """A unit's update against one from a bf16 gradient alone, which moves 28 bytes a parameter.
+def waits(tier: Tier, schedule: Schedule) -> bool:
+    """Whether updates of units in a tier wait for optimizer.step(). (A simulated step clips
+    nothing, so that what schedule "speculative" did in backward is right.)"""
+    return schedule in WAITING or (schedule == "speculative" and tier != "host")
 
-    A sum is read, too; where updates wait for a step's whole gradients, it has taken up the last.
-    """
+
+def adds_first(unit: Unit, tier: Tier, schedule: Schedule) -> bool:
+    """Whether a unit's last gradients are added to its sums before it is updated, not in
+    passing."""
+    return unit.accumulator_bytes > 0 and waits(tier, schedule)
+
+
+def update_share(unit: Unit, tier: Tier, schedule: Schedule) -> float:
+    """A unit's update against one from a bf16 gradient alone, which moves 28 bytes a parameter. A
+    sum is read, too."""
     if not unit.accumulator_bytes:
         return 1.0
-    return (30 if schedule in WHOLE else 32) / 28
+    return (30 if adds_first(unit, tier, schedule) else 32) / 28
 
 
 class Updates:
@@ -78,7 +88,7 @@ class Updates:
         """Backward begins; it will emit the gradients of these units."""
         self.counts = counts
         self._rank = {u.name: -i for i, u in enumerate(order)}
-        if self._waits("ssd"):
+        if waits("ssd", self.schedule):
             return
         self._order = deque(u for u in order if self.tiers[u.name] == "ssd")
         if self.schedule in PIPELINED and self._order:
@@ -87,18 +97,14 @@ class Updates:
     def emitted(self, unit: Unit, arrival: Signal) -> None:
         """A unit's gradients are on their way to the host, in a buffer of the ring unless the
         device wrote them directly."""
-        if self.schedule in WHOLE and unit.accumulator_bytes:
+        tier = self.tiers[unit.name]
+        if adds_first(unit, tier, self.schedule):
             arrival = self._worker.submit(self._add(unit, arrival))
             self._ends.append(arrival)
-        if self._waits(self.tiers[unit.name]):
+        if waits(tier, self.schedule):
             self._held.append((unit, arrival))
         else:
             self._start(unit, arrival)
-
-    def _waits(self, tier: Tier) -> bool:
-        """Whether updates of units in a tier wait for optimizer.step(). (A simulated step clips
-        nothing, so that what schedule "speculative" did in backward is right.)"""
-        return self.schedule in WAITING or (self.schedule == "speculative" and tier != "host")
 
     def _start(self, unit: Unit, arrival: Signal) -> None:
         """Update a unit when its gradients are there."""
@@ -172,7 +178,8 @@ class Updates:
                 self._read(unit)
             yield self._reads.pop(unit.name)
         start = self.clock.now
-        end = start + update_share(unit, self.schedule) * unit.num_params / self.rate
+        share = update_share(unit, self.tiers[unit.name], self.schedule)
+        end = start + share * unit.num_params / self.rate
         yield end
         self.record.add("cpu", start, end, self._label(unit, "update"))
         fresh = self._fresh.get(unit.name)

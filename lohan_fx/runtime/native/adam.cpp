@@ -2,7 +2,8 @@
 // the rounded compute copy; and sums of gradients. The update moves 28 bytes a parameter with bf16
 // gradients and copies (the floor of LoHan's cpu lane); separate casts would move 12 more. What is
 // written elsewhere than it was read goes past the caches, or it would be read first: 12 more again.
-// The last gradient of a sum is added in the update's own pass: 32 bytes, not 10 and then 30.
+// The last gradient of a sum is added in the update's own pass: 32 bytes, not 10 and then 30; there
+// also the sum of its squares is taken, which clipping by the norm needs.
 //
 // The arithmetic is that of torch's fused CPU kernels, operation by operation, as its vector code
 // is compiled (multiply-adds are contracted where they are here), so that results are the same
@@ -128,6 +129,7 @@ struct Tensors {  // one parameter; mirrored by adam.py
   int32_t decoupled;  // AdamW
   int32_t maximize;
   float factor, limit;  // of the gradient, before all else; 1 and infinity do nothing
+  double squares;       // of the gradient with its sum, before factor and limit, if asked for
 };
 
 struct Part {  // one parameter's gradient, to be added; mirrored by adam.py
@@ -238,8 +240,43 @@ const float* in_float(const void* from, int32_t dtype, int64_t at, int64_t n, fl
   return cast;
 }
 
-void run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int64_t begin,
-               int64_t end) {
+// A sum of squares, in double. Eight sums side by side, so that it is vectorized: as long as every
+// call but the last has a multiple of eight elements, it is the same however they are divided.
+class Squares {
+ public:
+  void add(const float* x, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+      for (int64_t k = 0; k < 8; k++) {
+        const double value = x[i + k];
+        sums_[k] += value * value;
+      }
+    }
+    for (; i < n; i++) rest_ += static_cast<double>(x[i]) * x[i];
+  }
+
+  // All of it; begins anew.
+  double take() {
+    for (double& sum : sums_) {
+      rest_ += sum;
+      sum = 0;
+    }
+    const double found = rest_;
+    rest_ = 0;
+    return found;
+  }
+
+ private:
+  double sums_[8] = {0};
+  double rest_ = 0;
+};
+
+// Returns the sum of squares that `Tensors` describes, if it is `squared`; else 0.
+template <bool squared>
+double run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int64_t begin,
+                 int64_t end) {
+  Squares squares;
+  double found = 0;
   float cast[kBlock];
   const int64_t first_of_tail = t.size - t.tail;
   const bool clips = t.factor != 1.0f || t.limit < INFINITY;
@@ -256,6 +293,10 @@ void run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int
     if (t.sum != nullptr) {
       for (int64_t i = 0; i < n; i++) cast[i] = t.sum[at + i] + gradient[i];
       gradient = cast;
+    }
+    if (squared) {
+      squares.add(gradient, n);
+      if ((at + n - begin) % kAddedBlock == 0) found += squares.take();
     }
     if (clips) {
       clip(t, gradient, cast, n);
@@ -285,28 +326,13 @@ void run_piece(const Tensors& t, const Scalars& s, Update body, Update tail, int
     stream(static_cast<uint16_t*>(t.copy) + at, halves, n * 2);
   }
   end_streams();
+  return found + squares.take();
 }
 
 struct Work {  // what threads share
   virtual void work() = 0;
   virtual ~Work() = default;
 };
-
-// The sum of squares, in double; eight sums side by side, so that it is vectorized.
-double squares_of(const float* x, int64_t n) {
-  double sums[8] = {0};
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    for (int64_t k = 0; k < 8; k++) {
-      const double value = x[i + k];
-      sums[k] += value * value;
-    }
-  }
-  double rest = 0;
-  for (; i < n; i++) rest += static_cast<double>(x[i]) * x[i];
-  for (double sum : sums) rest += sum;
-  return rest;
-}
 
 struct Sums : Work {  // additions, in pieces that threads take in turn
   const Part* parts;
@@ -355,15 +381,16 @@ struct Sums : Work {  // additions, in pieces that threads take in turn
       double found = 0;
       for (int64_t at = from; at < end; at += kAddedBlock) {  // squares from the L1 cache
         const int64_t stop = at + kAddedBlock < end ? at + kAddedBlock : end;
+        Squares block;
         if (!part.begins) {
           add(part, at, stop);
-          if (squared) found += squares_of(part.total + at, stop - at);
+          if (squared) block.add(part.total + at, stop - at);
         } else {
           begin(part, at, stop - at, cast);
           if (squared)
-            found += squares_of(in_float(part.gradient, part.dtype, at, stop - at, cast),
-                                stop - at);
+            block.add(in_float(part.gradient, part.dtype, at, stop - at, cast), stop - at);
         }
+        found += block.take();
       }
       if (squared) squares[piece] = found;
     }
@@ -375,11 +402,12 @@ struct Call : Work {  // one update, in pieces that threads take in turn
   const Tensors* tensors;
   std::vector<Scalars> scalars;
   std::vector<Update> bodies, tails;
-  std::vector<int64_t> first;  // of each tensor: its first piece
+  std::vector<int64_t> first;   // of each tensor: its first piece
+  std::vector<double> squares;  // of each piece, if they are wanted
   int64_t pieces = 0;
   std::atomic<int64_t> next{0};
 
-  Call(const Tensors* given, int64_t count) : tensors(given) {
+  Call(const Tensors* given, int64_t count, bool squared) : tensors(given) {
     for (int64_t i = 0; i < count; i++) {
       scalars.push_back(scalars_of(given[i]));
       bodies.push_back(choose<false>(given[i], scalars.back()));
@@ -387,16 +415,21 @@ struct Call : Work {  // one update, in pieces that threads take in turn
       first.push_back(pieces);
       pieces += (given[i].size + kPiece - 1) / kPiece;
     }
+    first.push_back(pieces);
+    if (squared) squares.resize(pieces);
   }
 
   void work() override {
     size_t at = 0;
     for (int64_t k = next++; k < pieces; k = next++) {
-      while (at + 1 < first.size() && first[at + 1] <= k) at++;
+      while (first[at + 1] <= k) at++;
       const Tensors& t = tensors[at];
       const int64_t begin = (k - first[at]) * kPiece;
       const int64_t end = begin + kPiece < t.size ? begin + kPiece : t.size;
-      run_piece(t, scalars[at], bodies[at], tails[at], begin, end);
+      if (squares.empty())
+        run_piece<false>(t, scalars[at], bodies[at], tails[at], begin, end);
+      else
+        squares[k] = run_piece<true>(t, scalars[at], bodies[at], tails[at], begin, end);
     }
   }
 };
@@ -501,11 +534,18 @@ int lohan_add(void* pool, Part* parts, int64_t count, int32_t squared) {
   return 0;
 }
 
-// Returns 0, or 1 if there was no memory for the call (nothing is changed then).
-int lohan_adam(void* pool, const Tensors* tensors, int64_t count) {
+// Updates all parameters; with `squared` each gets the sum of squares of its gradient, which is that
+// of `lohan_add` to the bit. Returns 0, or 1 if there was no memory for the call (nothing is changed
+// then).
+int lohan_adam(void* pool, Tensors* tensors, int64_t count, int32_t squared) {
   try {
-    Call call(tensors, count);
+    Call call(tensors, count, squared != 0);
     static_cast<Pool*>(pool)->run(call);
+    for (int64_t i = 0; squared && i < count; i++) {
+      tensors[i].squares = 0;
+      for (int64_t k = call.first[i]; k < call.first[i + 1]; k++)
+        tensors[i].squares += call.squares[k];
+    }
   } catch (...) {
     return 1;
   }

@@ -80,6 +80,7 @@ class _Tensors(ctypes.Structure):
         ("maximize", ctypes.c_int32),
         ("factor", ctypes.c_float),
         ("limit", ctypes.c_float),
+        ("squares", ctypes.c_double),
     )
 
 
@@ -229,6 +230,7 @@ class AdamKernel:
             ctypes.c_void_p,
             ctypes.POINTER(_Tensors),
             ctypes.c_int64,
+            ctypes.c_int32,
         ]
         self._library.lohan_adam.restype = ctypes.c_int
         self._library.lohan_add.argtypes = [
@@ -244,15 +246,20 @@ class AdamKernel:
         if not self._pool:
             raise OSError(f"the system refused {num_threads} threads for the CPU optimizer")
 
-    def run(self, updates: Sequence[Update]) -> None:
+    def run(self, updates: Sequence[Update], *, squared: bool = False) -> list[float]:
         """Update all parameters. Calls from several threads run one after the other.
+
+        Returns:
+            with `squared`: of each gradient, with its sum and before `factor` and `limit`, the sum
+            of squares in float64: what `add` would find, to the bit.
 
         Raises:
             MemoryError: no memory for the list of parameters; nothing has changed.
         """
         packed = (_Tensors * len(updates))(*(update._packed() for update in updates))
-        if self._library.lohan_adam(self._pool, packed, len(updates)):
+        if self._library.lohan_adam(self._pool, packed, len(updates), squared):
             raise MemoryError(f"no memory to list {len(updates)} parameters for their update")
+        return [update.squares for update in packed] if squared else []
 
     def takes(self, total: Tensor, gradient: Tensor) -> bool:
         """Whether the kernel can add a gradient to a total: they lie in memory alike."""
