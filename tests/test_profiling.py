@@ -140,6 +140,25 @@ def test_a_cuda_device(tmp_path: Path) -> None:
     assert total_bytes / 10 < hw.device_bytes <= total_bytes
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_cpu_optimizer_shares_host_memory_with_the_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its rate is that of a time half of which had copies beside."""
+    taken = []
+    seconds = profiling._Meter.seconds
+
+    def noted(meter: Any, work: Any, **options: Any) -> float:
+        taken.append(seconds(meter, work, **options))
+        return taken[-1]
+
+    monkeypatch.setattr(profiling._Meter, "seconds", noted)
+    rate = profiling._cpu_optimizer_params_per_s(profiling._Meter(torch.device("cuda"), True))
+    assert rate == 2 * 64 * MIB / sum(taken)
+    assert len(taken) == 2
+    assert taken[1] > 0.9 * taken[0]
+
+
 # The arithmetic of rates
 
 
