@@ -867,3 +867,30 @@ def summed_update(states: list[Tensor], gradient: Tensor, total: Tensor | None) 
         factor=0.5,
         sum=total,
     )
+
+
+@needs_compiler
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("moved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_squares_are_the_same_whoever_takes_them(
+    kernels: Mapping[int, AdamKernel], dtype: torch.dtype, moved: bool, summed: bool
+) -> None:
+    """An addition, an update in passing, or a pass that writes nothing: to the bit."""
+    for size in (*SIZES, 70_007):
+        case = [torch.randn(size), torch.rand(size), torch.rand(size)]
+        gradient, before = torch.randn(size).to(dtype), torch.randn(size)
+        total = before.clone()
+        addend = Addend(total, gradient, not summed)
+        foreseen = kernels[1].squares([addend, addend])
+        assert same(total, before)
+        update = summed_update(case, gradient, before if summed else None)
+        if moved:
+            new = [torch.empty(size) for _ in case]
+            target = adam.Target(
+                master=new[0], exp_avg=new[1], exp_avg_sq=new[2], max_exp_avg_sq=None
+            )
+            update = dataclasses.replace(update, target=target)
+        passing = kernels[5].run([update], squared=True)
+        added = kernels[2].add([addend], squared=True)
+        assert foreseen == [*added, *added] == [*passing, *passing]

@@ -40,6 +40,15 @@ def add(addends: Sequence[Addend], *, squared: bool = False) -> list[float | Non
     return squares
 
 
+def squares(addends: Sequence[Addend]) -> list[float] | None:
+    """What `add` would find, if it is `squared`; nothing is added. None: that costs a second pass
+    over some of them."""
+    kernel = adam.kernel()
+    if kernel is None or not all(kernel.takes(a.total, a.gradient) for a in addends):
+        return None
+    return kernel.squares(addends)
+
+
 def _add(total: Tensor, gradient: Tensor, begins: bool) -> None:
     if begins:
         total.copy_(gradient)

@@ -15,8 +15,8 @@ an update is faster (H100 host: 5.0 against 3.7 Gparam/s).
 
 Where gradients add up, a trial adds the last ones in its own pass and takes the norm of the sum
 (32 bytes a parameter instead of 10 and 30); sum and gradients stay as they are, in case that it is
-dropped. If no kernel does that, they are added first. `optimizer.step()` needs all norms, so what
-has not begun by then is added without a trial.
+dropped. If no kernel does that, they are added first. `optimizer.step()` needs all norms, so those
+of what has not begun by then are taken in a pass of their own (6 bytes).
 """
 
 from __future__ import annotations

@@ -41,18 +41,35 @@ class UnitGradients:
     def add(self, flats: Flats, norms: Norms) -> None:
         """Add gradients to the sums that there are; the others begin with them. There are only sums
         then: a second call does nothing."""
-        assert flats.gradient is not None
-        states = self.states
-        totals = views_of(flats.gradient, states.layout.slices)
-        parts = zip(totals, self.gradients, self.sums, strict=True)
-        addends = {i: Addend(t, g, not has) for i, (t, g, has) in enumerate(parts) if g is not None}
+        addends = self._addends(flats)
         squared = norms.wanted and norms.in_passing
         squares = sums.add(list(addends.values()), squared=squared)
         for i, value in zip(addends, squares, strict=True):
             if value is not None:
-                norms.note(states, i, value)
+                norms.note(self.states, i, value)
         self.sums = [has or g is not None for has, g in zip(self.sums, self.gradients, strict=True)]
         self.gradients = [None] * len(self.gradients)
+
+    def _addends(self, flats: Flats) -> dict[int, Addend]:
+        """By parameter."""
+        assert flats.gradient is not None
+        totals = views_of(flats.gradient, self.states.layout.slices)
+        parts = zip(totals, self.gradients, self.sums, strict=True)
+        return {i: Addend(t, g, not has) for i, (t, g, has) in enumerate(parts) if g is not None}
+
+    def foresee_norms(self, flats: Flats, norms: Norms) -> bool:
+        """Take the norms of the sums that `add` would make, without adding: what follows adds in
+        its own pass. False: nothing was done, for it is no faster than to add."""
+        if not norms.in_passing:
+            return False
+        addends = self._addends(flats)
+        squares = sums.squares(list(addends.values()))
+        if squares is None:
+            return False
+        for i, value in zip(addends, squares, strict=True):
+            norms.note(self.states, i, value)
+        self.take_norms(flats, norms)
+        return True
 
     def take_norms(self, flats: Flats, norms: Norms) -> None:
         """Take the norms, if they are wanted, of sums that are complete and have none."""

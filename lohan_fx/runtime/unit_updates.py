@@ -44,6 +44,17 @@ class UnitUpdates:
             label = self._lanes.label("add", given.states.unit.name)
             recorder.add("cpu", label, began, time.perf_counter())
 
+    def complete(self, given: UnitGradients, flats: Flats) -> None:
+        """Take the norms of gradients with the sums that a unit in host memory has; add only if
+        that is no slower."""
+        recorder = self._lanes.recorder
+        began = time.perf_counter()
+        if not given.foresee_norms(flats, self._norms):
+            self.add(given, flats)
+        elif recorder is not None:
+            label = self._lanes.label("norm", given.states.unit.name)
+            recorder.add("cpu", label, began, time.perf_counter())
+
     def run(self, given: UnitGradients, flats: Flats) -> None:
         """Update a unit, whose states are in `flats`."""
         states = given.states

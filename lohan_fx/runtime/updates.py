@@ -29,6 +29,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ from lohan_fx.runtime.unit_gradients import UnitGradients
 from lohan_fx.runtime.unit_states import UnitStates
 from lohan_fx.runtime.unit_updates import UnitUpdates
 
+_Work = Literal["add", "norms", "update"]
 _STOPPED = "an earlier update of this step failed: no further one begins"
 
 
@@ -225,7 +227,7 @@ class Updater:
             if self._last and self.trials is not None:
                 trial = self.trials.submit(given, arrival, self._norms)
             if trial is None:
-                self._submit(given, borrowed, None, adds=True)
+                self._submit(given, borrowed, None, "add")
             else:
                 self._tried.append((given, trial))
             return
@@ -248,13 +250,13 @@ class Updater:
         fresh = given.fresh or Ticket() if self.schedule in LATE else None
         if fresh is not None:
             given.fresh = self._fresh[states.index] = fresh
-        self._submit(given, borrowed, fresh, adds=False)
+        self._submit(given, borrowed, fresh, "update")
 
     def _submit(
-        self, given: UnitGradients, borrowed: Tensor | None, fresh: Ticket | None, *, adds: bool
+        self, given: UnitGradients, borrowed: Tensor | None, fresh: Ticket | None, work: _Work
     ) -> None:
         def job() -> None:
-            self._run(given, borrowed, fresh, adds=adds)
+            self._run(given, borrowed, fresh, work)
 
         arrival = given.arrival or _there()
         given.arrival = arrival
@@ -358,15 +360,16 @@ class Updater:
         return [*self._held, *tried, *map(UnitGradients.only_sums, sums)]
 
     def _end_tried_additions(self) -> None:
-        """Have all norms: wait for trials that add in passing; add what none has begun to."""
+        """Have all norms: wait for trials that take them, and take those of other sums."""
+        wanted = self._norms.wanted
         for given, trial in self._tried:
             assert self.trials is not None
-            if not self.trials.give_up(trial):
-                self._submit(given, None, None, adds=True)
+            if not self.trials.give_up(trial) and wanted:
+                self._submit(given, None, None, "norms")
         for given, trial in self._tried:
             trial.ended.settle()
-            if trial.failed:
-                self._submit(given, None, None, adds=True)
+            if trial.failed and wanted:
+                self._submit(given, None, None, "norms")
 
     def _skips(self, found: Sequence[UnitGradients]) -> bool:
         """Choose how to clip whole gradients; says whether the step is left out."""
@@ -600,17 +603,20 @@ class Updater:
     # -- on the optimizer's thread ----------------------------------------------------------
 
     def _run(
-        self, given: UnitGradients, borrowed: Tensor | None, fresh: Ticket | None, *, adds: bool
+        self, given: UnitGradients, borrowed: Tensor | None, fresh: Ticket | None, work: _Work
     ) -> None:
-        """Add a unit's gradients or update it, once they are there."""
+        """Work on a unit's gradients once they are there."""
         states = given.states
         try:
             assert given.arrival is not None
             given.arrival.synchronize()
             if self._stopped is not None:
                 raise StepError(_STOPPED) from self._stopped
-            if adds:
+            if work == "add":
                 self._add_at_rest(given)
+            elif work == "norms":
+                assert states.flats is not None
+                self._updates.complete(given, states.flats)
             elif not self._updates.has_begun(given):  # else an interrupt made it come twice
                 self._update(given, fresh)
         except BaseException as error:

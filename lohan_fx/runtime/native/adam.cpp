@@ -336,13 +336,14 @@ struct Work {  // what threads share
 
 struct Sums : Work {  // additions, in pieces that threads take in turn
   const Part* parts;
-  bool squared;
+  bool squared, writes;
   std::vector<int64_t> first;   // of each part: its first piece
   std::vector<double> squares;  // of each piece's new totals, if they are wanted
   int64_t pieces = 0;
   std::atomic<int64_t> next{0};
 
-  Sums(const Part* given, int64_t count, bool wants_squares) : parts(given), squared(wants_squares) {
+  Sums(const Part* given, int64_t count, bool wants_squares, bool does_write)
+      : parts(given), squared(wants_squares), writes(does_write) {
     for (int64_t i = 0; i < count; i++) {
       first.push_back(pieces);
       pieces += (given[i].size + kPiece - 1) / kPiece;
@@ -370,6 +371,14 @@ struct Sums : Work {  // additions, in pieces that threads take in turn
     }
   }
 
+  // What the total would be; nothing is written.
+  static const float* sum(const Part& part, int64_t at, int64_t n, float* cast) {
+    const float* from = in_float(part.gradient, part.dtype, at, n, cast);
+    if (part.begins) return from;
+    for (int64_t i = 0; i < n; i++) cast[i] = part.total[at + i] + from[i];
+    return cast;
+  }
+
   void work() override {
     float cast[kAddedBlock];
     size_t k = 0;
@@ -382,7 +391,9 @@ struct Sums : Work {  // additions, in pieces that threads take in turn
       for (int64_t at = from; at < end; at += kAddedBlock) {  // squares from the L1 cache
         const int64_t stop = at + kAddedBlock < end ? at + kAddedBlock : end;
         Squares block;
-        if (!part.begins) {
+        if (!writes) {
+          block.add(sum(part, at, stop - at, cast), stop - at);
+        } else if (!part.begins) {
           add(part, at, stop);
           if (squared) block.add(part.total + at, stop - at);
         } else {
@@ -519,10 +530,11 @@ int lohan_has_half() {
 void lohan_pool_delete(void* pool) { delete static_cast<Pool*>(pool); }
 
 // Adds all parts; with `squared` each gets the sum of squares of its new totals, the same for any
-// number of threads. Returns 0, or 1 if there was no memory for the call (nothing is changed then).
-int lohan_add(void* pool, Part* parts, int64_t count, int32_t squared) {
+// number of threads, and also if it is not `written`: then the totals stay as they are. Returns 0, or
+// 1 if there was no memory for the call (nothing is changed then).
+int lohan_add(void* pool, Part* parts, int64_t count, int32_t squared, int32_t written) {
   try {
-    Sums sums(parts, count, squared != 0);
+    Sums sums(parts, count, squared != 0, written != 0);
     static_cast<Pool*>(pool)->run(sums);
     for (int64_t i = 0; squared && i < count; i++) {
       parts[i].squares = 0;

@@ -238,6 +238,7 @@ class AdamKernel:
             ctypes.POINTER(_Part),
             ctypes.c_int64,
             ctypes.c_int32,
+            ctypes.c_int32,
         ]
         self._library.lohan_add.restype = ctypes.c_int
         self.has_half = bool(self._library.lohan_has_half())
@@ -282,6 +283,17 @@ class AdamKernel:
         Raises:
             MemoryError: no memory for the list of gradients; nothing has changed.
         """
+        return self._add(addends, squared=squared, written=True)
+
+    def squares(self, addends: Sequence[Addend]) -> list[float]:
+        """What `add` would return, to the bit; totals stay as they are.
+
+        Raises:
+            MemoryError: as `add`.
+        """
+        return self._add(addends, squared=True, written=False)
+
+    def _add(self, addends: Sequence[Addend], *, squared: bool, written: bool) -> list[float]:
         parts = (_Part * len(addends))(
             *(
                 _Part(
@@ -294,7 +306,7 @@ class AdamKernel:
                 for total, gradient, begins in addends
             )
         )
-        if self._library.lohan_add(self._pool, parts, len(addends), squared):
+        if self._library.lohan_add(self._pool, parts, len(addends), squared, written):
             raise MemoryError(f"no memory to list {len(addends)} gradients for their addition")
         return [part.squares for part in parts] if squared else []
 
