@@ -242,6 +242,7 @@ def load(
         states.check_groups(tensors)
     take_buffers(model, places, store, keys)
     ours = compiled is not None and states is not None and optimizer is compiled.optimizer
+    unsaved = _unsaved_backwards(compiled, optimizer) if ours else 0
     with _loading(compiled, ("model", "optimizer") if ours else ("model",)):
         if states is None:
             _load_weights(compiled, places, StoredWeights(store, keys), ())
@@ -253,6 +254,13 @@ def load(
                 compiled.optimizer_states.load(states.lend)
             else:
                 states.load_plainly(tensors)
+    if unsaved:
+        warnings.warn(
+            f"lohan_fx.load in the middle of a step: gradients of {_backwards(unsaved)}, added up "
+            "for the next optimizer.step(), are dropped, as the checkpoint begins a step",
+            UserWarning,
+            stacklevel=2,
+        )
     if rng:
         try:
             _set_random_states(random_states)
@@ -336,19 +344,27 @@ def _chosen(
 
 def _warn_of_sums(compiled: CompiledModel | None, optimizer: Optimizer | None) -> None:
     """Say that a run that goes on from this checkpoint will lack gradients that were added up."""
-    states = compiled.optimizer_states if compiled is not None else None
-    if compiled is None or states is None or optimizer is not compiled.optimizer:
-        return  # no run goes on from weights alone
-    count = states.unsaved_backwards
+    count = _unsaved_backwards(compiled, optimizer)
     if count:
-        backwards = "1 backward" if count == 1 else f"{count} backwards"
         warnings.warn(
-            f"lohan_fx.save in the middle of a step: the checkpoint lacks {backwards}, whose "
-            "gradients were added up for the next optimizer.step(). Save right after "
+            f"lohan_fx.save in the middle of a step: the checkpoint lacks {_backwards(count)}, "
+            "whose gradients were added up for the next optimizer.step(). Save right after "
             "optimizer.step(), or run the whole step again when you go on from here",
             UserWarning,
             stacklevel=3,
         )
+
+
+def _unsaved_backwards(compiled: CompiledModel | None, optimizer: Optimizer | None) -> int:
+    """Those that no checkpoint has; 0 of weights alone, from which no run goes on."""
+    states = compiled.optimizer_states if compiled is not None else None
+    if compiled is None or states is None or optimizer is not compiled.optimizer:
+        return 0
+    return states.unsaved_backwards
+
+
+def _backwards(count: int) -> str:
+    return "1 backward" if count == 1 else f"{count} backwards"
 
 
 @contextlib.contextmanager

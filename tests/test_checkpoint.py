@@ -413,6 +413,11 @@ def test_gradients_that_were_added_up_are_said_to_be_left_out(states: Any, tmp_p
         with pytest.raises(LohanError, match="extra=5"):  # what is wrong is said instead
             lohan_fx.save(run.model, tmp_path / "c", extra=5)  # type: ignore[arg-type]
         lohan_fx.save(run.model, tmp_path / "weights", optimizer=False)
+        lohan_fx.load(run.model, tmp_path / "weights", optimizer=False)
+        with pytest.warns(UserWarning, match=rf"load in the middle .* of {text},"):
+            run.load(tmp_path / "c")
+        for _ in range(size):
+            run.model(ids).backward()
         run.optimizer.step()
         run.save(tmp_path / "c")
         run.optimizer.zero_grad()
