@@ -27,6 +27,7 @@ from torch.utils.flop_counter import (
 from lohan_fx._compat import OpOverload, storage_key
 from lohan_fx.capture import dense_stride
 from lohan_fx.errors import CaptureError
+from lohan_fx.gradient_sums import inner_bytes, own_scratch_bytes
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.joint_graph import Captured, is_random, is_repeatable, op_name
 from lohan_fx.workload import Op, Unit, Value, Workload
@@ -470,8 +471,9 @@ def _op(
         if "root" not in source.meta:
             read |= {g.meta["root"] for g in source.users if "root" in g.meta}
     outs = tensors_of(node.meta["val"])
-    bytes_written = sum(_num_bytes(t) for t in outs)
-    bytes_read = sum(
+    inner = inner_bytes(node)
+    bytes_written = inner + sum(_num_bytes(t) for t in outs)
+    bytes_read = inner + sum(
         min(_num_bytes(t), bytes_written) if _gathers_from(node, a) else _num_bytes(t)
         for a in node.all_input_nodes
         for t in tensors_of(a.meta.get("val"))
@@ -492,7 +494,9 @@ def _op(
         bytes_read=bytes_read,
         bytes_written=bytes_written,
         seconds=seconds,
-        scratch_bytes=node.meta.get("scratch_bytes") or workspace_bytes(node),
+        scratch_bytes=node.meta.get("scratch_bytes")
+        or own_scratch_bytes(node)
+        or workspace_bytes(node),
         recomputable=is_repeatable(node),
     )
     made = [

@@ -2,7 +2,8 @@
 
 The model is traced with fake parameters on the compute device in the compute dtype, so that it
 may live anywhere (host, SSD, meta) and nothing is allocated. The resulting graph is functional
-ATen without decompositions: the very kernels that eager mode runs, in the same order.
+ATen without decompositions: the very kernels that eager mode runs, in the same order, but for the
+rewrites at the end of `_normalize`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lohan_fx.cast_sources import save_sources_of_casts
 from lohan_fx.chunk_loss import LOSS_CHUNK_BYTES, chunk_losses
 from lohan_fx.equal_values import merge_equal_values
 from lohan_fx.errors import CaptureError
+from lohan_fx.gradient_sums import sum_gradients_in_place
 from lohan_fx.joint_copy import constants_of, copy_joint
 from lohan_fx.joint_graph import Captured, InputRole, OutputRole, op_name
 
@@ -375,6 +377,7 @@ def _normalize(
     chunk_losses(graph, loss_chunk_bytes)
     merge_equal_values(graph)
     save_sources_of_casts(graph)
+    sum_gradients_in_place(graph, outputs)
     inputs = tuple(n.meta["role"] for n in graph.find_nodes(op="placeholder"))
     num_outputs = len(dynamo.output_values)
     _check_roles(inputs, outputs, num_outputs, differentiable)

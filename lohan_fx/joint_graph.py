@@ -45,9 +45,10 @@ class OutputRole:
 class Captured:
     """One captured training (or inference) step.
 
-    `graph` is functional: placeholders in the order of `inputs`, one flat output tuple in the
-    order of `outputs`; nodes of the forward come before those of the backward, which carry
-    ``meta["phase"] == "backward"``. `differentiable` are the flat outputs that get a tangent;
+    `graph` is functional, but for sums of gradients that consume a summand (`gradient_sums`):
+    placeholders in the order of `inputs`, one flat output tuple in the order of `outputs`; nodes of
+    the forward come before those of the backward, which carry ``meta["phase"] == "backward"``.
+    `differentiable` are the flat outputs that get a tangent;
     `unflatten(module, flat outputs, args, kwargs)` builds what the module's forward returns.
     `detached` are the flat outputs that would have a gradient in plain PyTorch and get none, by
     name.

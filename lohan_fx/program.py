@@ -605,7 +605,9 @@ def residency(program: Program) -> Residency:
         if top > peak:
             peak, peak_step = top, s
             at_peak = dict(alive)
-            if instruction.scratch_bytes:
+            if instruction.scratch_bytes < 0:  # the result takes the memory of what is read
+                at_peak[instruction.births[0][0]] += instruction.scratch_bytes
+            elif instruction.scratch_bytes:
                 what = "workspace" if instruction.kind == "compute" else "update"
                 at_peak[f"{instruction.name} ({what})"] = instruction.scratch_bytes
         for name in dying[s]:

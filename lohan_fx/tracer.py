@@ -24,6 +24,7 @@ from lohan_fx.arguments import check_count
 from lohan_fx.capture import Outputs, capture
 from lohan_fx.depth import Repetition, cut, repetitions
 from lohan_fx.errors import CaptureError
+from lohan_fx.gradient_sums import own_scratch_bytes
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.replicate import NotRepeatedError, extrapolate
 from lohan_fx.runtime.scratch import update_scratch_bytes
@@ -161,7 +162,8 @@ class Tracer:
         layouts = self.layouts()
         workload = annotate(captured, self.model, layouts, self.states, self.hw, name=self.name)
         if gpu:  # what CPU kernels take inside says nothing about others
-            ops = tuple(replace(op, scratch_bytes=0) for op in workload.ops)
+            own = {n.name: own_scratch_bytes(n) for n in captured.graph.graph.nodes}
+            ops = tuple(replace(op, scratch_bytes=own[op.name]) for op in workload.ops)
             workload = replace(workload, ops=ops)
         return self._with_scratch(workload, layouts)
 

@@ -46,7 +46,8 @@ class Op:
 
     `seconds` is the roofline estimate max(flops / rate, bytes / bandwidth).
     `scratch_bytes` is what the op holds on the device while it runs, beyond what it reads and
-    writes. `recomputable` is False for ops that draw randomness, mutate, communicate or whose
+    writes; less than nothing, if a result takes the memory of something that it reads last.
+    `recomputable` is False for ops that draw randomness, mutate, communicate or whose
     result cannot be had again; their results must be kept or swapped.
     """
 

@@ -48,6 +48,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from lohan_fx import gradient_sums
 from lohan_fx.runtime import ops
 from lohan_fx.runtime.lane import Lane
 from lohan_fx.runtime.native.adam_cuda import CudaAdamKernel
@@ -359,7 +360,8 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "lohan":  # Python, whose own ops would not be seen
             with self._races.watching(self):
-                return getattr(ops, "_" + func._schema.name.partition("::")[2])(*args, **kwargs)
+                kernel = {**ops.direct, **gradient_sums.kernels}[func]
+                return kernel(*args, **kwargs)
         if func.has_kernel_for_dispatch_key(_COMPOSITE):  # below autograd these come whole
             with self._races.watching(self):
                 return func.decompose(*args, **kwargs)

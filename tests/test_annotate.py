@@ -27,6 +27,7 @@ from lohan_fx.annotate import (
 )
 from lohan_fx.api import LohanModule
 from lohan_fx.capture import capture
+from lohan_fx.gradient_sums import sums_in_place
 from lohan_fx.workload import Op, Workload
 from tests.captured import HW, STATES, Step, leaves, step, step_of
 from tests.models import EXAMPLES, MLP, Layer, loss_of
@@ -200,7 +201,11 @@ class Shadow(fx.Interpreter):
             self.odd.append((n.name, "strides"))
         if n.op != "placeholder" and storage_bytes(fake) != storage_bytes(real):
             self.odd.append((n.name, "bytes"))
-        if real.numel():
+        if sums_in_place(n):  # into what is planned to die, and is read no more
+            total = self.env[n.args[0]]
+            if real.data_ptr() != total.data_ptr():
+                self.odd.append((n.name, "copy"))
+        elif real.numel():
             key = self.planned.setdefault(real.untyped_storage().data_ptr(), storage_key(fake))
             if key != storage_key(fake):
                 self.odd.append((n.name, "alias"))

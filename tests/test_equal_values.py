@@ -17,6 +17,7 @@ import lohan_fx.capture
 from lohan_fx.annotate import annotate, mark_blocks, mark_roots, unit_layouts
 from lohan_fx.capture import Captured, capture
 from lohan_fx.equal_values import merge_equal_values
+from lohan_fx.gradient_sums import sums_in_place
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.joint_graph import InputRole, op_name
 from lohan_fx.planners import make_plan
@@ -59,7 +60,8 @@ def marked(captured: Captured, model: nn.Module) -> list[fx.Node]:
 
 
 def check_storages(captured: Captured, model: nn.Module, *inputs: Tensor) -> None:
-    """Views are of what they are planned to be views of, and nothing else is one."""
+    """Views are of what they are planned to be views of, and nothing else is one, but sums in place
+    of what they consume."""
     parameters = dict(model.named_parameters())
     arguments: list[Tensor] = []
     for role in captured.inputs:
@@ -75,7 +77,9 @@ def check_storages(captured: Captured, model: nn.Module, *inputs: Tensor) -> Non
         def run_node(self, n: fx.Node) -> Any:
             result = super().run_node(n)
             kept.append(result)
-            if isinstance(result, Tensor) and n.op == "call_function":
+            if sums_in_place(n):
+                assert result.data_ptr() == self.env[n.args[0]].data_ptr()
+            elif isinstance(result, Tensor) and n.op == "call_function":
                 key = result.untyped_storage().data_ptr()
                 assert planned.setdefault(key, marks[n]) is marks[n], n
             elif isinstance(result, Tensor):

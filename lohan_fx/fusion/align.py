@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from lohan_fx._compat import storage_key
 from lohan_fx.annotate import is_view
+from lohan_fx.gradient_sums import give_layouts
 
 ROW_BYTES = 16
 """What the tensor cores' loads are aligned to."""
@@ -144,6 +145,7 @@ def align(graph: fx.Graph, is_fusible: Callable[[fx.Node], bool]) -> int:
     for node in list(graph.nodes):
         if node.target in _ALIGNED and not node.kwargs and _is_misshapen(node):
             count += _align_result(node)
+    give_layouts(graph)
     return count
 
 

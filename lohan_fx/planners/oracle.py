@@ -297,9 +297,9 @@ class _Program:
                 if (t, k) not in self.R:
                     continue
                 now = now + self.size[k] * self.run(t, k)
-                use = lp.number(f"U_{t}_{k}", self.budget)
-                self.lp.add(use == now)
                 scratch = graph.nodes[k].scratch_bytes / self.unit_bytes
+                use = lp.number(f"U_{t}_{k}", self.budget - min(0.0, scratch))
+                self.lp.add(use == now)
                 if scratch:
                     self.lp.add(use + scratch * self.run(t, k) <= self.budget)
                 freed = [

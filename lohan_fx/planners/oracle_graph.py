@@ -252,13 +252,14 @@ class _Builder:
         )
 
     def _scratch(self, group: Sequence[int], results: Collection[str]) -> int:
-        """Bytes of the group's inner values, and of its ops' scratch, at their fullest moment."""
+        """Bytes of the group's inner values, and of its ops' scratch, at their fullest moment; less
+        than nothing, if a result takes the memory of what the group reads."""
         last: dict[str, int] = {}
         for i in group:
             for v in (*self.w.ops[i].reads, *self.w.ops[i].writes):
                 last[v] = i
         alive: dict[str, int] = {}
-        most = 0
+        most = -sum(map(self._counted, results))
         for i in group:
             op = self.w.ops[i]
             alive.update({v: self._counted(v) for v in op.writes if v not in results})
