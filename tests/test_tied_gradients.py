@@ -93,6 +93,24 @@ def test_chunks_of_columns_have_the_same_bits(
         assert identical(total, part + head)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [40, 5000])  # CUDA has a kernel for few, and one that sorts
+@pytest.mark.parametrize("padding_idx", [-1, 3])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_chunks_of_columns_have_the_same_bits_on_a_gpu(
+    dtype: torch.dtype, padding_idx: int, num_tokens: int
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    ids = torch.randint(0, 700, (2, num_tokens), generator=generator, device="cuda")
+    gradient = torch.randn(2, num_tokens, 520, generator=generator, device="cuda").to(dtype)
+    head = torch.randn(1000, 520, generator=generator, device="cuda").to(dtype)
+    part = aten.embedding_dense_backward.default(gradient, ids, 1000, padding_idx, False)
+    for chunks in (1, 4, 8, 64):
+        total = head.clone()
+        add_embedding_gradient(total, gradient, ids, 1000, padding_idx, chunks)
+        assert identical(total, head + part)
+
+
 def test_a_plain_sum_has_the_same_bits() -> None:
     a, b = torch.randn(3, 5).bfloat16(), torch.randn(5, 3).bfloat16().t()
     total = a.clone()
