@@ -13,11 +13,9 @@ import platform
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +34,7 @@ from lohan_fx.hardware import HardwareProfile, SsdDevice
 from lohan_fx.runtime.lane import Lane
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.ssd import IoPool
+from lohan_fx.runtime.waiting import Latch
 
 _T = TypeVar("_T")
 
@@ -350,22 +349,22 @@ def _link_bytes_per_s(meter: _Meter) -> tuple[float, float, float]:
 @contextmanager
 def _copying_both_ways(meter: _Meter) -> Iterator[None]:
     """A CUDA device copies from and to host memory all the time."""
-    link, over = _Link(meter), threading.Event()
+    link, over = _Link(meter), Latch()
 
     def repeat(copy: Callable[[], None]) -> None:
         with torch.cuda.device(meter.device), torch.cuda.stream(torch.cuda.Stream()):
-            while not over.is_set():
+            while not over.is_open():
                 copy()
                 torch.cuda.current_stream().synchronize()
 
-    with ThreadPoolExecutor(2) as pool:
-        copies = [pool.submit(repeat, copy) for copy in (link.h2d, link.d2h)]
+    with closing(Lane("h2d")) as first, closing(Lane("d2h")) as second:
+        copies = [first.submit(partial(repeat, link.h2d)), second.submit(partial(repeat, link.d2h))]
         try:
             yield
         finally:
-            over.set()
-    for each in copies:
-        each.result()
+            over.open()
+        for each in copies:
+            each.synchronize()
 
 
 def _cpu_optimizer_params_per_s(meter: _Meter) -> float:

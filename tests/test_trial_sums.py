@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Schedule
+from lohan_fx.runtime import sums
 from lohan_fx.runtime.clipping import Norms
 from lohan_fx.runtime.native import adam
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.trials import Trial, Trials
 from lohan_fx.runtime.unit_updates import UnitUpdates
-from tests.loops import InjectedError, assert_same, compiled, sometimes, windows
+from tests.loops import InjectedError, assert_same, compiled, sometimes, updater_of, windows
 from tests.models import make
 from tests.test_speculative import NEVER, Watch, watch
 from tests.training import Training, identical, remember_captures, training_of
@@ -239,3 +240,36 @@ def test_a_step_that_is_skipped_leaves_nothing(watch: Watch, hw: HardwareProfile
         made.lohan.close()
     assert_alike(*sides)
     assert watch.flips
+
+
+@pytest.mark.parametrize("clip", [NEVER, None])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_an_addition_that_fails_in_a_trial_fails_the_step(
+    at: int, clip: float | None, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of a unit's gradients may have been added: to add all of them again would be wrong."""
+    monkeypatch.setattr(adam, "kernel", lambda: None)
+    model, inputs = make("mlp")
+    training = training_of("sgd", model)
+    options: dict[str, Any] = {"states": "host", "schedule": "speculative", "accumulate": 2}
+    made = compiled(model, training.optimizer, hw, clip_grad_norm=clip, **options)
+    before = [p.detach().clone() for p in model.parameters()]
+    add, calls = sums._add, itertools.count()
+
+    def fail(*args: Any) -> None:
+        if next(calls) == at:
+            raise InjectedError
+        add(*args)
+
+    made(**inputs).square().mean().backward()
+    assert updater_of(made).settle() is None  # what it adds is there
+    with monkeypatch.context() as patch:
+        patch.setattr(sums, "_add", fail)
+        made(**inputs).square().mean().backward()
+        with pytest.raises(InjectedError):
+            training.optimizer.step()
+    assert all(map(identical, model.parameters(), before))
+    for _ in range(2):
+        made(**inputs).square().mean().backward()
+    training.optimizer.step()
+    made.lohan.close()

@@ -269,7 +269,12 @@ class Trials:
         if norms is None or norms.in_passing or not norms.wanted:
             tried = self._update(trial)
         if tried is None:
-            self._updates.add(given, trial.source)
+            try:
+                self._updates.add(given, trial.source)
+            except BaseException as error:  # some may have been added: nobody may add them again
+                given.arrival = Ticket()
+                given.arrival.fail(error)
+                raise
             tried = self._update(trial)
             assert tried is not None
         elif norms is not None:

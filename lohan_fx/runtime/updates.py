@@ -360,7 +360,8 @@ class Updater:
         return [*self._held, *tried, *map(UnitGradients.only_sums, sums)]
 
     def _end_tried_additions(self) -> None:
-        """Have all norms: wait for trials that take them, and take those of other sums."""
+        """Have all norms: take those that no trial takes. Wait for trials that have begun: some
+        add, and one that failed in that fails the step."""
         wanted = self._norms.wanted
         for given, trial in self._tried:
             assert self.trials is not None
@@ -368,7 +369,7 @@ class Updater:
                 self._submit(given, None, None, "norms")
         for given, trial in self._tried:
             trial.ended.settle()
-            if trial.failed and wanted:
+            if trial.failed:
                 self._submit(given, None, None, "norms")
 
     def _skips(self, found: Sequence[UnitGradients]) -> bool:
