@@ -25,7 +25,7 @@ from lohan_fx.runtime.trials import Trial, Trials
 from lohan_fx.runtime.unit_updates import UnitUpdates
 from tests.loops import InjectedError, assert_same, compiled, sometimes, updater_of, windows
 from tests.models import make
-from tests.test_speculative import NEVER, Watch, watch
+from tests.test_speculative import NEVER, Watch, settled, watch
 from tests.training import Training, identical, remember_captures, training_of
 
 __all__ = ["watch"]  # a fixture
@@ -266,6 +266,7 @@ def test_an_addition_that_fails_in_a_trial_fails_the_step(
     with monkeypatch.context() as patch:
         patch.setattr(sums, "_add", fail)
         made(**inputs).square().mean().backward()
+        settled(made)  # so that it failed in a trial, and not in the update of what none had begun
         with pytest.raises(InjectedError):
             training.optimizer.step()
     assert all(map(identical, model.parameters(), before))
