@@ -539,10 +539,14 @@ def inductor_kernel(
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Ops in the block make real tensors without gradients, whatever mode this thread is in."""
-    functions = torch._C.DisableTorchFunction()
-    with _disable_current_modes(), functions, torch.inference_mode(False), torch.no_grad():
-        yield
+    """Ops in the block make real tensors without gradients, whatever mode this thread is in, and
+    also inside of an op that makes a fake tensor: there all are sent to kernels for meta tensors.
+    """
+    functions, decompositions = torch._C.DisableTorchFunction(), torch._C._DisablePythonDispatcher()
+    with torch._C._PreserveDispatchKeyGuard(), _disable_current_modes(), functions, decompositions:
+        torch._C._set_meta_in_tls_dispatch_include(False)
+        with torch.inference_mode(False), torch.no_grad():
+            yield
 
 
 def is_generated(file: str) -> bool:

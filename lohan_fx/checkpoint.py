@@ -242,7 +242,7 @@ def load(
         states.check_groups(tensors)
     take_buffers(model, places, store, keys)
     ours = compiled is not None and states is not None and optimizer is compiled.optimizer
-    unsaved = _unsaved_backwards(compiled, optimizer) if ours else 0
+    unsaved = _unsaved_backwards(compiled, optimizer)
     with _loading(compiled, ("model", "optimizer") if ours else ("model",)):
         if states is None:
             _load_weights(compiled, places, StoredWeights(store, keys), ())

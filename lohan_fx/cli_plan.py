@@ -113,6 +113,14 @@ def plan(
     states: Annotated[str, typer.Option(help=_STATES)] = "auto",
     swap_to: Annotated[str, typer.Option(help=_SWAP)] = "auto",
     schedule: Annotated[str, typer.Option(help=_SCHEDULE)] = "auto",
+    accumulate: Annotated[
+        bool,
+        typer.Option(
+            "--accumulate",
+            help="Units have sums of gradients, as with accumulate= of compile; the step is the "
+            "last micro-batch, with the updates.",
+        ),
+    ] = False,
     optimizer: Optimizer = "adamw",
     dtype: Dtype = "auto",
     search: Annotated[
@@ -146,6 +154,7 @@ def plan(
         states=_one_of("states", states, "auto", "device", "host", "ssd"),
         swap_to=_one_of("swap-to", swap_to, "auto", "host", "ssd"),
         schedule=schedule,  # type: ignore[arg-type]  # checked there
+        accumulates=accumulate,
         search=search,  # type: ignore[arg-type]  # checked there
         full_trace=full_trace,
     )

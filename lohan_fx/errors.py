@@ -88,10 +88,10 @@ class InsufficientMemoryError(LohanError):
         self.where = where
         self.at_peak = tuple(at_peak)
         self.advice = advice
-        lines = [
-            f"not enough {tier} memory: need {format_bytes(need_bytes)}, "
-            f"have {format_bytes(have_bytes)} (peak at {where})"
-        ]
+        need, have = format_bytes(need_bytes), format_bytes(have_bytes)
+        if need == have:
+            need += f" and {format_bytes(need_bytes - have_bytes)} more"
+        lines = [f"not enough {tier} memory: need {need}, have {have} (peak at {where})"]
         if at_peak:
             lines.append("resident at the peak, largest first:")
             lines += [f"  {format_bytes(size):>12}  {name}" for name, size in self.at_peak[:8]]

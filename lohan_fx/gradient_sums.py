@@ -78,11 +78,6 @@ for _schema, _function in _SCHEMAS.items():
 
 add_embedding_gradient = torch.ops.lohan.add_embedding_gradient.default
 add_gradient = torch.ops.lohan.add_gradient.default
-kernels: dict[Any, Callable[..., Tensor]] = {
-    add_embedding_gradient: _add_embedding_gradient,
-    add_gradient: _add_gradient,
-}
-"""Op → the function that it calls."""
 
 
 def _chunks(num_columns: int, count: int) -> list[slice]:

@@ -308,8 +308,8 @@ def _device_bytes_per_s(meter: _Meter) -> float:
 class _Link:
     """Copies between device and host memory, each of `num_bytes`; on a CPU these are memcpys."""
 
-    def __init__(self, meter: _Meter) -> None:
-        self.num_bytes = (64 if meter.quick else 256) * _MIB
+    def __init__(self, meter: _Meter, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
         self._device = [_random_bytes(meter, self.num_bytes) for _ in range(2)]
         self._host = [torch.rand(self.num_bytes // 4, pin_memory=meter.on_cuda) for _ in range(2)]
 
@@ -322,7 +322,7 @@ class _Link:
 
 def _link_bytes_per_s(meter: _Meter) -> tuple[float, float, float]:
     """(host to device, device to host, both at once); on a CPU these are memcpy rates."""
-    link = _Link(meter)
+    link = _Link(meter, (64 if meter.quick else 256) * _MIB)
     h2d_s = meter.seconds(link.h2d, cap_s=0.6)
     d2h_s = meter.seconds(link.d2h, cap_s=0.6)
     if meter.on_cuda:
@@ -349,7 +349,7 @@ def _link_bytes_per_s(meter: _Meter) -> tuple[float, float, float]:
 @contextmanager
 def _copying_both_ways(meter: _Meter) -> Iterator[None]:
     """A CUDA device copies from and to host memory all the time."""
-    link, over = _Link(meter), Latch()
+    link, over = _Link(meter, 64 * _MIB), Latch()
 
     def repeat(copy: Callable[[], None]) -> None:
         with torch.cuda.device(meter.device), torch.cuda.stream(torch.cuda.Stream()):

@@ -171,11 +171,13 @@ def footprint_parts(workload: Workload, plan: Plan) -> dict[str, str]:
     }
 
 
-def step_table(plan: Plan, moved: Counters | None = None) -> Table:
-    """Time and traffic that the plan predicts for one step, and what was moved so far."""
+def step_table(plan: Plan, moved: Counters | None = None, *, accumulates: bool = False) -> Table:
+    """Time and traffic that the plan predicts for one step, and what was moved so far. If gradients
+    accumulate, a plan is of the last of a step's micro-batches, with the updates."""
     p = plan.prediction
     columns = ("predicted", "moved so far") if moved is not None else ("predicted",)
-    table = _table("one step", ("what",), columns)
+    title = "the last micro-batch of a step, with the updates" if accumulates else "one step"
+    table = _table(title, ("what",), columns)
     table.add_row("time", _seconds(p.step_s))
     table.add_row("  forward", _seconds(p.forward_s))
     table.add_row("  backward", _seconds(p.backward_s))
@@ -211,7 +213,7 @@ def plan_parts(
     return [
         plan_table(workload, plan),
         memory_table(plan, budget, footprint_parts(workload, plan)),
-        step_table(plan, moved),
+        step_table(plan, moved, accumulates=any(u.accumulator_bytes for u in workload.units)),
         *(f"note: {note}" for note in plan.notes),
     ]
 

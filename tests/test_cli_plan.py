@@ -99,6 +99,10 @@ def test_axes_of_a_plan(hw: Path, tmp_path: Path) -> None:
     assert found.compute_dtype == "float16"
     assert all(u.state_bytes == 4 * u.num_params for u in found.workload.units)
     assert found.traced == "in full, as asked for"
+    assert not any(u.accumulator_bytes for u in found.workload.units)
+    output("plan", TOY, "--hw", hw, "--strategy", "lohan", "--accumulate", "--out", out)
+    units = [u for u in Planned.load(out).workload.units if u.trainable]
+    assert all(u.accumulator_bytes == 4 * u.num_params for u in units)
 
 
 def test_searching(hw: Path) -> None:

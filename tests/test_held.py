@@ -17,7 +17,8 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import lohan_fx
@@ -360,9 +361,15 @@ def test_a_model_is_not_deleted_in_the_middle_of_a_step(
     pair.check()
 
 
-def test_a_model_that_is_deleted_while_another_is_traced(hw: HardwareProfile) -> None:
+@pytest.mark.parametrize("in_an_op", [False, True])
+def test_a_model_that_is_deleted_while_another_is_traced(
+    in_an_op: bool, hw: HardwareProfile
+) -> None:
+    """Also in an op that makes a fake tensor, in which real ones are sent to meta kernels, too."""
     pair = Pair(hw, states="host")
-    with FakeTensorMode(), torch.device("meta"), torch.inference_mode():
+    mode = FakeTensorMode()
+    op = in_kernel_invocation_manager(mode) if in_an_op else contextlib.nullcontext()
+    with enable_python_dispatcher(), mode, torch.device("meta"), torch.inference_mode(), op:
         pair.delete()
     pair.check()
     assert not any(t.is_inference() for s in pair.optimizer.state.values() for t in s.values())

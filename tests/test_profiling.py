@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -156,7 +158,42 @@ def test_the_cpu_optimizer_shares_host_memory_with_the_link(
     rate = profiling._cpu_optimizer_params_per_s(profiling._Meter(torch.device("cuda"), True))
     assert rate == 2 * 64 * MIB / sum(taken)
     assert len(taken) == 2
-    assert taken[1] > 0.9 * taken[0]
+
+
+def test_a_link_is_kept_busy_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All the time, and no longer; an error of a copy is raised. (What CUDA has apart.)"""
+    nothing, stream = contextlib.nullcontext(), mock.Mock()
+    for name, made in (("device", nothing), ("stream", nothing), ("Stream", stream)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, made=made: made)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    copies = {"h2d": 0, "d2h": 0}
+    meter = profiling._Meter(torch.device("cpu"), quick=True)
+
+    def counted(way: str) -> Callable[[profiling._Link], None]:
+        def copy(_: profiling._Link) -> None:
+            copies[way] += 1
+
+        return copy
+
+    for way in copies:
+        monkeypatch.setattr(profiling._Link, way, counted(way))
+    before = threading.active_count()
+    with profiling._copying_both_ways(meter):
+        seen = dict(copies)
+        deadline = time.monotonic() + 30
+        while min(copies[way] - seen[way] for way in copies) < 3:
+            assert time.monotonic() < deadline
+    assert threading.active_count() == before
+    failed = threading.Event()
+
+    def fail(_: profiling._Link) -> None:
+        failed.set()
+        raise OSError("the link")
+
+    monkeypatch.setattr(profiling._Link, "d2h", fail)
+    with pytest.raises(OSError, match="the link"), profiling._copying_both_ways(meter):
+        assert failed.wait(timeout=30)
+    assert threading.active_count() == before
 
 
 # The arithmetic of rates

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lohan_fx.ablation import ablate
-from lohan_fx.errors import LohanError
+from lohan_fx.errors import InsufficientMemoryError, LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.metrics import KEYS
 from lohan_fx.plan import Plan
@@ -153,6 +153,23 @@ def test_a_step_beside_what_was_moved() -> None:
     assert found["SSD read"][1] == "3.00 GiB"
     assert found["bound by"][0] == plan.prediction.binding
     assert moved_text(moved) == "D2H 1.00 MiB, H2D 0 B, SSD read 3.00 GiB, written 0 B"
+
+
+def test_where_gradients_add_up_it_is_a_micro_batch() -> None:
+    """The last one of a step: its figures are not a whole step's."""
+    units = tuple(replace(u, accumulator_bytes=4 * u.num_params) for u in WORKLOAD.units)
+    plan = plan_of("swap-all")
+    title = "the last micro-batch of a step, with the updates"
+    assert title in render(plan_parts(replace(WORKLOAD, units=units), plan))
+    text = render(plan_parts(WORKLOAD, plan))
+    assert title not in text
+    assert "one step" in text
+
+
+def test_what_is_missing_shows_where_need_and_have_look_alike() -> None:
+    error = InsufficientMemoryError("device", 2**24 + 4167, 2**24, where="here")
+    assert "need 16.00 MiB and 4.07 KiB more, have 16.00 MiB" in str(error)
+    assert "need 2 B, have 1 B" in str(InsufficientMemoryError("host", 2, 1, where="here"))
 
 
 def test_notes_are_printed() -> None:

@@ -81,13 +81,14 @@ class Ending:
         optimizer: Optimizer | None,
     ) -> None:
         try:
-            if optimizer is not None and not memory.inherited:
-                self._give_back(memory, optimizer)
+            with without_modes():  # this may be in the middle of another model's tracing
+                try:
+                    if optimizer is not None and not memory.inherited:
+                        self._give_back(memory, optimizer)
+                finally:
+                    give_memory_back(memory, executors)
         finally:
-            try:
-                give_memory_back(memory, executors)
-            finally:
-                over.open()
+            over.open()
 
     def _give_back(self, memory: Memory, optimizer: Optimizer) -> None:
         consumed = False
@@ -99,10 +100,9 @@ class Ending:
             consumed = updater.has_consumed
             updater.abort()
             torn = updater.torn
-        with without_modes():  # this may be in the middle of another model's tracing
-            memory.states.give_back(optimizer)
-            memory.states.gradients.forget_sums()
-            memory.states.gradients.forget_dtypes()
+        memory.states.give_back(optimizer)
+        memory.states.gradients.forget_sums()
+        memory.states.gradients.forget_dtypes()
         if consumed or torn:
             self._lost = _lost_step(torn)
 

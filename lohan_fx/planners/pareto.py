@@ -670,7 +670,8 @@ class _Search:
             else:
                 advice += "; schedule='deferred', which needs no second copies, does not fit either"
         elif self.budget.ssd_bytes:
-            advice = "Give the plan more host memory or more room on SSD"
+            more = " or more room on SSD" if any(e.tier == "ssd" for e in self.errors) else ""
+            advice = f"Give the plan more host memory{more}"
         return InsufficientMemoryError(
             "host",
             need,
@@ -720,7 +721,7 @@ class _Search:
         advice = "This is the smallest need of all plans that were found"
         if math.isfinite(bound):
             advice += f"; none can need less than {format_bytes(bound)}"
-        if host is not None:
+        if host is not None and least.tier == "device":
             advice += f". With {format_bytes(host.need_bytes)} of host memory "
             advice += f"(there are {format_bytes(host.have_bytes)}) there is one for this device"
         return InsufficientMemoryError(

@@ -115,7 +115,7 @@ class Updater:
         self._jobs: list[Ticket] = []
         self._held: list[UnitGradients] = []
         self._emitted: list[tuple[UnitStates, list[bool]]] = []
-        self._tried: list[tuple[UnitGradients, Trial]] = []  # which the trial adds in passing
+        self._tried: list[Trial] = []  # which add in passing
         self.trials: Trials | None = None
         if schedule == "speculative":
             try:
@@ -229,7 +229,7 @@ class Updater:
             if trial is None:
                 self._submit(given, borrowed, None, "add")
             else:
-                self._tried.append((given, trial))
+                self._tried.append(trial)
             return
         if not self._updates_now:
             if arrival is None:
@@ -350,12 +350,16 @@ class Updater:
     def _left(self, begun: bool) -> list[UnitGradients]:
         """Gradients that wait for `finish`, and sums, of which there are others than `begun`."""
         held = {given.states.index for given in self._held}
-        tried = [given for given, _ in self._tried if given.states.index not in held]
+        tried = [t.given for t in self._tried if t.states.index not in held]
         held.update(given.states.index for given in tried)
         sums = [s for s in self._states.trained if any(s.sums) and s.index not in held]
         if (sums or tried) and not begun:
-            self._end_tried_additions()
-            self._wait_for_sums()
+            began = time.perf_counter()
+            try:
+                self._end_tried_additions()
+                self._wait_for_sums()
+            finally:
+                self._lanes.wait_s += time.perf_counter() - began
             self._settle_compute()
         return [*self._held, *tried, *map(UnitGradients.only_sums, sums)]
 
@@ -363,14 +367,14 @@ class Updater:
         """Have all norms: take those that no trial takes. Wait for trials that have begun: some
         add, and one that failed in that fails the step."""
         wanted = self._norms.wanted
-        for given, trial in self._tried:
+        for trial in self._tried:
             assert self.trials is not None
             if not self.trials.give_up(trial) and wanted:
-                self._submit(given, None, None, "norms")
-        for given, trial in self._tried:
+                self._submit(trial.given, None, None, "norms")
+        for trial in self._tried:
             trial.ended.settle()
             if trial.failed:
-                self._submit(given, None, None, "norms")
+                self._submit(trial.given, None, None, "norms")
 
     def _skips(self, found: Sequence[UnitGradients]) -> bool:
         """Choose how to clip whole gradients; says whether the step is left out."""
