@@ -536,8 +536,9 @@ def test_the_workload_counts_what_is_allocated() -> None:
 
 
 def test_a_plan_for_a_gpu_counts_it_too(tmp_path: Path) -> None:
-    with chunks_of(WHOLE // 4), torch.device("meta"):
+    with torch.device("meta"):
         model, ids = Large(), torch.zeros(NUM_TOKENS, dtype=torch.long)
+    with chunks_of(WHOLE // 4):
         planned = lohan_fx.plan(model, ids, hw=small_hardware())
     op = the_op(planned.workload)
     assert op.scratch_bytes < 0
