@@ -86,6 +86,7 @@ from torch import Tensor
 
 import lohan_fx
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.timeline import save_trace
 
 # -- children ------------------------------------------------------------------------------------
 
@@ -246,8 +247,10 @@ def costs_child(job: dict[str, Any]) -> None:
         seconds = timed(lambda n, t=training, c=variant.count: t.step(n, c), job)
         with training.model.lohan.record() as recorder:
             training.step(len(seconds), variant.count)
-        recorded = recorder.timeline(f"recorded {name}").summary().splitlines()
-        report(name, training, seconds, variant.count, recorded)
+        timeline = recorder.timeline(f"recorded {name}")
+        if job["traces"]:
+            save_trace(Path(job["traces"]) / f"{name.replace(', ', '-')}.trace.json", [timeline])
+        report(name, training, seconds, variant.count, timeline.summary().splitlines())
         del training
         free()
     if ARITHMETIC not in job["rows"]:
@@ -557,6 +560,7 @@ def main() -> None:
     every = [*VARIANTS, ARITHMETIC]
     parser.add_argument("--rows", nargs="+", choices=every, default=every, help="of the costs")
     parser.add_argument("--no-refine", action="store_true", help="costs of the first plans")
+    parser.add_argument("--traces", type=Path, help="a directory for a recorded step of each row")
     parser.add_argument("--directory", type=Path, help="of checkpoints; a temporary one if absent")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
@@ -575,6 +579,7 @@ def main() -> None:
         root = Path(directory)
         job: dict[str, Any] = {"case": asdict(TINY if options.tiny else FULL)}
         job |= {"once": options.once, "rows": options.rows, "refine": not options.no_refine}
+        job["traces"] = options.traces and str(options.traces)
         job |= {"hw": str(root / "hw.json"), "warmups": 6, "repeats": 2 if options.tiny else 4}
         (profiled,) = run("profile", job)
         print(*profiled.pop("lines"), sep="\n", flush=True)

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -35,8 +36,47 @@ def rate(call: Callable[[], object], repeats: int = 5) -> float:
     return NUM_PARAMS / min(seconds) / 1e9
 
 
-def beside_copies(update: Callable[[], object]) -> str:
-    """The rate of `update` while both directions of the link copy, and what these move."""
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """What the host's memory gives the CPU optimizer: parameters/s alone, and beside copies in both
+    directions, with what these move then, in bytes/s."""
+
+    alone: float
+    beside: float
+    copied: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The most that was seen: by the optimizer alone, or with the copies."""
+        return max(BYTES_PER_PARAM * self.alone, BYTES_PER_PARAM * self.beside + self.copied)
+
+    def left(self, link_bytes_per_s: float) -> float:
+        """Parameters/s for which memory has room beside a link that moves so much."""
+        return (self.bytes_per_s - link_bytes_per_s) / BYTES_PER_PARAM
+
+    def __str__(self) -> str:
+        return (
+            f"updates alone {self.alone / 1e9:.2f} Gparam/s, beside copies both ways "
+            f"{self.beside / 1e9:.2f} and {self.copied / 1e9:.1f} GB/s of copies; "
+            f"{self.bytes_per_s / 1e9:.0f} GB/s of host memory"
+        )
+
+
+def host_memory() -> HostMemory:
+    """Measure it, with a thread a core."""
+    kernel = AdamKernel(library(), len(os.sched_getaffinity(0)))
+    update = make_update()
+    try:
+        alone = 1e9 * rate(lambda: kernel.run([update]))
+        beside, copied = beside_copies(lambda: kernel.run([update]))
+        return HostMemory(alone=alone, beside=beside, copied=copied)
+    finally:
+        kernel.close()
+
+
+def beside_copies(update: Callable[[], object]) -> tuple[float, float]:
+    """Parameters/s of `update` while both directions of the link copy, and bytes/s that these
+    move."""
     num_bytes = 2**28
     device = [torch.empty(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
     host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -63,24 +103,17 @@ def beside_copies(update: Callable[[], object]) -> str:
     finally:
         over.set()
         thread.join()
-    updated = repeats * NUM_PARAMS / seconds / 1e9
-    total = updated * BYTES_PER_PARAM + copied / seconds / 1e9
-    return (
-        f"beside copies both ways: {updated:.2f} Gparam/s, {copied / seconds / 1e9:.1f} GB/s of "
-        f"copies, {total:.0f} GB/s together"
-    )
+    return repeats * NUM_PARAMS / seconds, copied / seconds
 
 
-def main() -> None:
-    master = torch.randn(NUM_PARAMS)
-    parameter = nn.Parameter(master)
-    state = {"exp_avg": torch.zeros(NUM_PARAMS), "exp_avg_sq": torch.zeros(NUM_PARAMS)}
-    gradient = torch.randn(NUM_PARAMS).mul_(1e-3).to(torch.bfloat16)
-    copy = torch.empty(NUM_PARAMS, dtype=torch.bfloat16)
-    update = Update(
-        master=master,
-        gradient=gradient,
-        copy=copy,
+def make_update() -> Update:
+    """AdamW of one unit, in mixed precision."""
+    return Update(
+        master=torch.randn(NUM_PARAMS),
+        gradient=torch.randn(NUM_PARAMS).mul_(1e-3).to(torch.bfloat16),
+        copy=torch.empty(NUM_PARAMS, dtype=torch.bfloat16),
+        exp_avg=torch.zeros(NUM_PARAMS),
+        exp_avg_sq=torch.zeros(NUM_PARAMS),
         max_exp_avg_sq=None,
         lr=1e-5,
         beta1=0.9,
@@ -90,16 +123,22 @@ def main() -> None:
         step=3.0,
         decoupled=True,
         maximize=False,
-        **state,
     )
+
+
+def main() -> None:
+    if torch.cuda.is_available():
+        print(host_memory(), flush=True)
+    update = make_update()
+    master, gradient, copy = update.master, update.gradient, update.copy
+    state = {"exp_avg": update.exp_avg, "exp_avg_sq": update.exp_avg_sq}
+    parameter = nn.Parameter(master)
     cores = len(os.sched_getaffinity(0))
     counts = sorted({max(1, cores * k // 8) for k in (1, 2, 4, 6, 7, 8)})
     for threads in counts:
         torch.set_num_threads(threads)
         kernel = AdamKernel(library(), threads)
         ours = rate(lambda kernel=kernel: kernel.run([update]))  # type: ignore[misc]
-        if torch.cuda.is_available() and threads == cores:
-            print(beside_copies(lambda kernel=kernel: kernel.run([update])))  # type: ignore[misc]
         kernel.close()
         adam = torch.optim.AdamW([parameter], lr=1e-5, fused=True)
         parameter.grad = gradient.float()

@@ -25,6 +25,7 @@ import psutil
 import torch
 from gpt import Shape
 from harness import Batch, Ours, Timing, batches, ours, timed
+from optimizer import BYTES_PER_PARAM, HostMemory, host_memory
 
 import lohan_fx
 from lohan_fx.bounds import step_bound
@@ -114,6 +115,7 @@ def run_ours(
     case: Case,
     data: list[Batch],
     hw: HardwareProfile,
+    memory: HostMemory,
     options: argparse.Namespace,
     name: str,
 ) -> dict[str, Any]:
@@ -121,10 +123,10 @@ def run_ours(
     baselines.free()
     cap(case.cap)
     budget = f"{case.cap - options.slack}GiB" if case.cap is not None else "76GiB"
-    memory = {"device": budget}
+    budgets = {"device": budget}
     if case.host is not None:
-        memory["host"] = f"{case.host}GiB"
-    settings: dict[str, Any] = {"strategy": options.strategy, "memory": memory}
+        budgets["host"] = f"{case.host}GiB"
+    settings: dict[str, Any] = {"strategy": options.strategy, "memory": budgets}
     settings["refine"] = options.refine
     if options.clip is not None:
         settings["clip_grad_norm"] = options.clip
@@ -144,9 +146,11 @@ def run_ours(
                 run.step(*batch)
         timing: Timing = timed(run.step, data)
         rss = psutil.Process().memory_info().rss
-        recording_costs, real, op_seconds = None, None, {}
+        recording_costs, real, op_seconds, optimizer = None, None, {}, {}
         if not options.lean:
             recording_costs, real = recorded(run, data, f"recorded {name}")
+            sizes = {u.name: u.num_params for u in run.lohan.program().workload.units}
+            optimizer = optimizer_beside(real, sizes, memory)
             with run.lohan.time_ops() as timer:
                 run.step(*data[0])
             op_seconds = timer.seconds()
@@ -161,6 +165,7 @@ def run_ours(
         row = {
             "step_s": timing.step_s(options.skip),
             "recording_costs": recording_costs,
+            "optimizer": optimizer,
             "refined": None if run.lohan.refined is None else asdict(run.lohan.refined),
             "host": host_bytes_needed(workload, program.plan),
             "floor_s": ssd_floor(case, hw, program.plan) if case.ssd else None,
@@ -199,6 +204,34 @@ def recorded(run: Ours, data: list[Batch], name: str) -> tuple[float, Timeline]:
             beside += timed(run.step, data[:4]).seconds[1:]
     costs = statistics.median(beside) / statistics.median(without) - 1
     return costs, recorder.timeline(name)
+
+
+def optimizer_beside(
+    real: Timeline, num_params: dict[str, int], memory: HostMemory
+) -> dict[str, float]:
+    """The CPU optimizer in a recorded step: its parameters/s while it updates, bytes/s of the link
+    in that time, and its rate as a share of what memory gives it alone, and of what it has room
+    for beside the link."""
+    updates = [s for s in real.by_lane["cpu"] if s.kind == "update"]
+    seconds = sum(s.seconds for s in updates)
+    if not seconds:
+        return {}
+    rate = sum(num_params[s.name] for s in updates) / seconds
+    moved = 0.0
+    for span in (*real.by_lane["h2d"], *real.by_lane["d2h"]):
+        shared = sum(
+            max(0.0, min(u.end_s, span.end_s) - max(u.start_s, span.start_s)) for u in updates
+        )
+        moved += span.num_bytes * shared / max(span.seconds, 1e-9)
+    link = moved / seconds
+    return {
+        "params_per_s": rate,
+        "link_bytes_per_s": link,
+        "bytes_per_s": BYTES_PER_PARAM * rate + link,
+        "of_memory": BYTES_PER_PARAM * rate / memory.bytes_per_s,
+        "of_alone": rate / memory.alone,
+        "of_what_the_link_leaves": rate / memory.left(link),
+    }
 
 
 def ssd_floor(case: Case, hw: HardwareProfile, plan: Plan) -> float:
@@ -240,22 +273,27 @@ def main() -> None:
     if unknown:
         parser.error(f"--systems {', '.join(unknown)}: use ours, {', '.join(BASELINES)}")
     if "ours" not in systems:  # nobody else asks for rates
-        run_cases(options, None)
+        run_cases(options, None, None)
         return
     with tempfile.TemporaryDirectory() as directory:
         hw = lohan_fx.profile_hardware(ssd=[directory], quick=True)
         if options.cpu_rate:
             hw = hw.replace(cpu_optimizer_params_per_s=1e9 * options.cpu_rate)
         print(*(f"  {k}: {v}" for k, v in hw.describe()), sep="\n", flush=True)
-        run_cases(options, hw)
+        memory = host_memory()
+        print(memory, flush=True)
+        run_cases(options, hw, memory)
 
 
-def run_cases(options: argparse.Namespace, hw: HardwareProfile | None) -> None:
-    """Run, print and save them. `hw` is for "ours"."""
+def run_cases(
+    options: argparse.Namespace, hw: HardwareProfile | None, memory: HostMemory | None
+) -> None:
+    """Run, print and save them. `hw` and `memory` are for "ours"."""
     results: dict[str, Any] = {
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "commit": commit(),
+        "host_memory": None if memory is None else asdict(memory),
         "cases": {},
     }
     for name in options.cases:
@@ -268,8 +306,9 @@ def run_cases(options: argparse.Namespace, hw: HardwareProfile | None) -> None:
                 row = run_baseline(system, case, data, options.skip)
             else:
                 assert hw is not None
+                assert memory is not None
                 baselines.free()
-                row = run_ours(case, data, hw, options, name)
+                row = run_ours(case, data, hw, memory, options, name)
             rows[system] = row
             row["tokens_per_s"] = tokens / row["step_s"]
             text = f"{name} {system}: {row['step_s']:.3f} s, {row['tokens_per_s']:,.0f} tokens/s"
@@ -283,6 +322,9 @@ def run_cases(options: argparse.Namespace, hw: HardwareProfile | None) -> None:
             if system == "ours":
                 if row["recording_costs"] is not None:
                     text += f"; recording costs {row['recording_costs']:.1%}"
+                if row["optimizer"]:
+                    parts = (f"{k} {v:.4g}" for k, v in row["optimizer"].items())
+                    text += f"; CPU optimizer: {', '.join(parts)}"
                 text += f"; refined {row['refined']}"
                 stages = ", ".join(f"{k} {v:.1f}" for k, v in row["setup_s"].items())
                 text += f"; set-up {stages} s"
