@@ -44,10 +44,11 @@ class Training(NamedTuple):
 
 
 def training_of(kind: str, model: nn.Module) -> Training:
-    """AdamW with no decay on biases and norms and a live learning rate; Adam; SGD."""
+    """AdamW with no decay on biases and norms and a live learning rate; Adam, also fused; SGD."""
     parameters = list(model.parameters())
-    if kind == "adam":
-        return Training(torch.optim.Adam(parameters, lr=3e-3, betas=(0.8, 0.99)))
+    if kind in ("adam", "fused adam"):
+        options = {"lr": 3e-3, "betas": (0.8, 0.99), "fused": kind == "fused adam" or None}
+        return Training(torch.optim.Adam(parameters, **options))
     if kind == "sgd":
         return Training(torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01))
     decay = [p for p in parameters if p.dim() > 1]
