@@ -194,9 +194,41 @@ def test_tied_weights(name: str, late: Late, hw: HardwareProfile) -> None:
     assert [enough for _, enough in late.bounds] == [True, True]
 
 
-@pytest.mark.usefixtures("additions")
-def test_parameters_without_a_gradient(late: Late, hw: HardwareProfile) -> None:
-    """In the last backward, in those before it, or in all of them."""
+class Part(nn.Module):
+    """A layer of which one parameter has a gradient only if it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.extra = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor, extra: bool) -> Tensor:
+        y = x @ self.weight
+        return torch.tanh(y + self.extra if extra else y)
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Part() for _ in range(3)])
+
+    def forward(self, x: Tensor, extra: bool) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, extra)
+        return x.square().mean()
+
+
+def whole_units() -> tuple[nn.Module, nn.Module]:
+    (first, _), (second, _) = sometimes()
+    return first, second
+
+
+@pytest.mark.parametrize("models", [whole_units, lambda: (Parts(), Parts())])
+def test_parameters_without_a_gradient(
+    models: Callable[[], tuple[nn.Module, nn.Module]], late: Late, hw: HardwareProfile
+) -> None:
+    """In the last backward, in those before it, or in all of them; whole units of them, or parts
+    of units."""
     uses = [(True, False), (False, True), (False, False), (True, True), (True, False)]
 
     def trained(schedule: str, model: nn.Module) -> Side:
@@ -215,7 +247,7 @@ def test_parameters_without_a_gradient(late: Late, hw: HardwareProfile) -> None:
         made.lohan.close()
         return noted, model, optimizer
 
-    (first, _), (second, _) = sometimes()
+    first, second = models()
     assert_alike(trained("speculative", first), trained("deferred", second))
     assert len(late.bounds) == len(uses)
     assert all(enough for _, enough in late.bounds)
@@ -552,7 +584,8 @@ def test_the_norm_is_never_above_the_bound(
         total, gradient = torch.randn(2, 257, generator=random) * 10**exponent
         if seed % 2:
             gradient = total * 0.5  # the two are alike, and the bound is the norm
-        arrived = gradient.to(dtype).float()
+        gradient = gradient.to(dtype)
+        arrived = gradient.float()
         sums.append(kind in ("sum", "both"))
         last.append(gradient if kind in ("last", "both", "exact") else None)
         if sums[-1]:
@@ -584,6 +617,10 @@ def test_what_is_not_known_is_no_bound() -> None:
     assert norms.bound(parts) == math.inf
     norms.bounds.take(states, 0, torch.ones(3))  # type: ignore[arg-type]
     assert norms.bound(parts) == pytest.approx(2 * math.sqrt(3))
+    norms.begin(wanted=True)
+    norms.bounds.take(states, 0, torch.ones(3).double())  # type: ignore[arg-type]
+    assert norms.bound(parts) == math.inf  # it is rounded on its way
+    norms.bounds.take(states, 0, torch.ones(3))  # type: ignore[arg-type]
     norms.bounds.note_sum(states, 0, None)  # type: ignore[arg-type]
     assert norms.bound(parts) == math.inf
     for bound in (math.inf, math.nan, 1e19):  # torch squares norms in float32

@@ -116,10 +116,10 @@ class Bounds:
             self._sums[states.positions[i]] = math.sqrt(squares)
 
     def take(self, states: UnitStates, i: int, gradient: Tensor) -> None:
-        """Take the norm of the last gradient of a unit's parameter `i`, as it will arrive in host
-        memory, where it is now."""
-        arriving = gradient.detach().to(states.layout.copy_dtype)
-        self._last[states.positions[i]] = _norm(arriving, states.layout.dtype)
+        """Take the norm of the last gradient of a unit's parameter `i`, where the gradient is; not
+        if it is rounded on its way to host memory, where its norm may be larger."""
+        if gradient.dtype == states.layout.copy_dtype:
+            self._last[states.positions[i]] = _norm(gradient.detach(), states.layout.dtype)
 
     def sum(self, position: int) -> float | None:
         """The norm of what is in a parameter's sum, if it is known."""
@@ -207,12 +207,13 @@ class Norms:
                 if total is None or (norm is None and last is not None):
                     return math.inf
                 if last is None or norm is None:
-                    squares.append(total**2)
+                    squares.append(total * total)
                 else:
                     sums.append(total)
                     norms.append(norm)
-        pairs = zip(sums, map(float, _on_host(norms)), strict=True)
-        squares += [(total + norm) ** 2 for total, norm in pairs]
+        for total, norm in zip(sums, _on_host(norms), strict=True):
+            most = total + float(norm)
+            squares.append(most * most)  # ** raises an error instead of being infinite
         return math.sqrt(sum(squares))
 
     def total(self) -> Tensor:

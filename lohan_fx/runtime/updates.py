@@ -376,7 +376,6 @@ class Updater:
         if (sums or tried) and not begun:
             began = time.perf_counter()
             try:
-                self._owes_norm = False
                 self._end_tried_additions(found)
             finally:
                 self._lanes.wait_s += time.perf_counter() - began
@@ -387,14 +386,12 @@ class Updater:
         """Wait for sums, and have all norms or know that they will change nothing. Trials that have
         not begun are given up."""
         wanted = self._norms.wanted
-        left = []
-        for trial in self._tried:
-            assert self.trials is not None
-            if not self.trials.give_up(trial):
-                left.append(trial)
+        trials = self.trials
+        left = [trial for trial in self._tried if trials and not trials.give_up(trial)]
         self._wait_for_sums()
-        if self._goes_on(found):
-            self._owes_norm = wanted
+        goes_on = self._goes_on(found)
+        self._owes_norm = goes_on and wanted
+        if goes_on:
             return
         for trial in left if wanted else ():
             self._submit(trial.given, None, None, "norms")
