@@ -525,7 +525,6 @@ def test_a_trial_that_fails_early(late: Late, additions: Additions, hw: Hardware
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in generators
 @pytest.mark.usefixtures("additions")
 def test_an_interrupt_at_every_place(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial runs and others have not begun."""

@@ -397,20 +397,21 @@ class Updater:
             self._submit(trial.given, None, None, "norms")
         for trial in self._tried:
             trial.ended.settle()
-            if trial.failed:  # if it has added, or its gradients never came, so fails the step
+            if trial.failed:  # the step, too, if it was adding, or its gradients never came
                 self._submit(trial.given, None, None, "norms")
         self._wait_for_sums()
 
     def _goes_on(self, found: Sequence[UnitGradients]) -> bool:
         """Whether the step need not wait for its trials, nor for norms of what they have not begun:
         whatever these are, gradients are used as they are."""
-        if all(trial.ended.ended() and not trial.dropped for trial in self._tried):
+        unended = [trial for trial in self._tried if trial.dropped or not trial.ended.ended()]
+        if not unended:
             return False  # there is nothing to wait for
         if self._norms.wanted:
             parts = [(given.states, given.gradients, given.sums) for given in found]
             if not self._clipping.keeps(self._norms.bound(parts)):
                 return False
-        return not any(trial.may_fail_step() for trial in self._tried)
+        return not [trial for trial in self._tried if trial.may_fail_step()]
 
     def _skips(self, found: Sequence[UnitGradients]) -> bool:
         """Choose how to clip whole gradients; says whether the step is left out."""
