@@ -51,7 +51,8 @@ KEYS: dict[str, str] = {
     "lohan/host_bytes": "host memory that the runtime holds",
     "lohan/ssd_bytes": "SSD space that the run holds",
     "lohan/grad_norm": "norm of the last step's gradients before clipping; absent unless "
-    "clip_grad_norm or skip_nonfinite needs it, and not finite in a step that was skipped",
+    "clip_grad_norm or skip_nonfinite needs it, and not finite in a step that was skipped; reading "
+    "it may wait for the step's updates, as model.lohan.grad_norm",
     "lohan/skipped_steps": "steps left out because their gradients were not finite "
     "(skip_nonfinite), since the model was compiled",
     "lohan/redone_steps": "steps whose updates were tried beside backward in vain, as their "

@@ -101,10 +101,10 @@ class Watch:
                     self.early += 1
             emit(updater, index, gradients)
 
-        def tried(updater: Updater) -> None:
+        def tried(updater: Updater, *args: Any) -> None:
             if updater.trials is not None:
                 wait_until_begun(updater.trials)
-            end_additions(updater)
+            end_additions(updater, *args)
 
         def begun(trials: Trials, *args: Any) -> list[Any]:
             wait_until_begun(trials)
@@ -1105,9 +1105,10 @@ def sweep(
     clips: bool,
     accumulate: int,
     places: Callable[[int], Any],
+    optimizer: str = "adam",
 ) -> None:
     limit = 1e-3 if clips else NEVER
-    both = Pair(hw, patch, clip_grad_norm=limit, accumulate=accumulate)
+    both = Pair(hw, patch, optimizer, clip_grad_norm=limit, accumulate=accumulate)
 
     def plainly() -> None:
         for _ in range(accumulate):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Schedule
 from lohan_fx.runtime import sums
-from lohan_fx.runtime.clipping import Norms
+from lohan_fx.runtime.clipping import Clipping, Norms
 from lohan_fx.runtime.native import adam
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.trials import Trial, Trials
@@ -115,11 +115,14 @@ def test_the_same_as_added_first(
 
 
 @needs_kernel
+@pytest.mark.parametrize("bounded", [False, True])
 def test_what_has_not_begun_is_added_by_the_update(
-    additions: Additions, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+    bounded: bool, additions: Additions, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trial that runs when optimizer.step() asks for norms goes on; of the others only the
-    norms are taken, as nothing was added."""
+    norms are taken, as nothing was added; or nothing, if a bound is enough."""
+    if not bounded:
+        monkeypatch.setattr(Clipping, "keeps", lambda *_: False)
     sizes = (3, 3)
     wanted = run(hw, "deferred", NEVER, sizes)
     units, additions.count = additions.count // sum(sizes), 0
@@ -145,7 +148,7 @@ def test_what_has_not_begun_is_added_by_the_update(
     assert_alike(found, wanted)
     assert said.count(True) == 2
     assert len(said) == 2 * units
-    assert additions.num_completed == 2 * (units - 1)
+    assert additions.num_completed == (0 if bounded else 2 * (units - 1))
     assert additions.count == 4 * units
 
 

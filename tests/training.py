@@ -44,10 +44,11 @@ class Training(NamedTuple):
 
 
 def training_of(kind: str, model: nn.Module) -> Training:
-    """AdamW with no decay on biases and norms and a live learning rate; Adam; SGD."""
+    """AdamW with no decay on biases and norms and a live learning rate; Adam, also fused; SGD."""
     parameters = list(model.parameters())
-    if kind == "adam":
-        return Training(torch.optim.Adam(parameters, lr=3e-3, betas=(0.8, 0.99)))
+    if kind in ("adam", "fused adam"):
+        options = {"lr": 3e-3, "betas": (0.8, 0.99), "fused": kind == "fused adam" or None}
+        return Training(torch.optim.Adam(parameters, **options))
     if kind == "sgd":
         return Training(torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01))
     decay = [p for p in parameters if p.dim() > 1]
@@ -200,13 +201,14 @@ def remember_captures(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Let `lohan_fx.compile` trace each model once in this process: the first run traces.
 
     What is captured depends on the structure of the model and its inputs only; `name` stands for
-    both.
+    both, as far as the model's class and flags among the inputs do not.
     """
     capture = lohan_fx.compiled.building.capture
 
     def once(model: nn.Module, args: Any, kwargs: Any, **options: Any) -> Captured:
         modes = tuple(m.training for m in model.modules())
-        key = (name, modes, *options.items())
+        flags = [v for v in (*args, *kwargs.values()) if isinstance(v, bool)]
+        key = (name, type(model), modes, *flags, *options.items())
         if key not in _captured:
             _captured[key] = capture(model, args, kwargs, **options)
         return _captured[key]

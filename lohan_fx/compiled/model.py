@@ -151,7 +151,16 @@ class CompiledModel:
     @property
     def grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping (`clip_grad_norm` and
-        `skip_nonfinite` need it; else None)."""
+        `skip_nonfinite` need it; else None).
+
+        With schedule "speculative" and accumulated gradients optimizer.step() may know that nothing
+        has to be clipped before it knows the norm: this waits then for the step's updates, as
+        `sync`, until the next backward has done so anyway.
+
+        Raises:
+            the first error of an update, if it waits.
+        """
+        self._programs.know_norm()
         return self._training.clipping.grad_norm
 
     @property
@@ -169,8 +178,10 @@ class CompiledModel:
         """What the steps since the last call moved, took and wore, for a logger (W&B, TensorBoard).
 
         Ints are bytes and counts, floats seconds, shares and a norm; `lohan_fx.metrics.KEYS`
-        explains each key. Reading takes microseconds and waits for nothing.
+        explains each key. Reading takes microseconds and waits for nothing, but for the norm of
+        the last step's gradients, as `grad_norm`.
         """
+        self._programs.know_norm()
         peaks = [program.memory.peak_bytes for program in self.programs.values()]
         return self._meter.read(
             self.memory, self.options.hw, self.options.device, peaks, self._training.clipping

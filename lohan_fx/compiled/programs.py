@@ -107,6 +107,11 @@ class Programs:
         if self.updater is not None:
             self.updater.sync()
 
+    def know_norm(self) -> None:
+        """Have the norm of the last step's gradients, as `Updater.know_norm`."""
+        if self.updater is not None:
+            self.updater.know_norm()
+
     def own_memory(self, module: nn.Module | None) -> None:
         """See that memory is given back with the model, also if an interrupt struck between."""
         if self._closer is None and self.memory is not None and module is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,9 @@ class Results:
     compute: Sequence[Tensor] | None
 
 
+Squares = tuple[float | None, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Tried:
     """What came of an update that was only tried.
@@ -78,7 +81,7 @@ class Tried:
     """
 
     scalars: tuple[dict[str, Tensor] | None, ...]
-    squares: tuple[float | None, ...]
+    squares: Squares
 
 
 _ALIGNMENT = 1024
@@ -205,9 +208,10 @@ class UnitOptimizer:
         state: Sequence[Mapping[str, Tensor]],
         *,
         sums: Sequence[Tensor | None] | None = None,
+        squared: bool = False,
         hyperparameters: Hyperparameters | None = None,
         clip: Clip | None = None,
-    ) -> None:
+    ) -> Squares | None:
         """Update `masters` and `state` in place from `grads`.
 
         Args:
@@ -219,9 +223,14 @@ class UnitOptimizer:
                 a parameter does not matter.
             sums: of gradients before, as their masters; what `grads` has is added to them, in the
                 update's own pass where the kernel can. What they hold then is left open.
+            squared: only if a kernel takes squares in passing, which leaves `sums` as they are; in
+                host memory.
             hyperparameters: from `param_groups.snapshot_hyperparameters`; None: the user's groups
                 as they are.
             clip: what to do to gradients first.
+
+        Returns:
+            if it is `squared`, as `Tried.squares`; None then: nothing was done.
 
         Nothing has changed after an error of these; should the arithmetic itself fail (out of
         memory), views may be half updated while scalar state is that of the step before.
@@ -233,7 +242,19 @@ class UnitOptimizer:
             UnsupportedOptimizerError: a gradient is sparse, or a group became one that
                 `check_supported` refuses.
         """
-        self._update(masters, grads, sums, state, None, None, hyperparameters, clip)
+        squares = self._update(
+            masters,
+            grads,
+            sums,
+            state,
+            None,
+            None,
+            hyperparameters,
+            clip,
+            squared=squared,
+            in_passing=squared,
+        )
+        return None if squares is None or not squared else _of_gradients(squares, grads)
 
     @torch.no_grad()
     def step_mixed(
@@ -245,13 +266,14 @@ class UnitOptimizer:
         *,
         sums: Sequence[Tensor | None] | None = None,
         scratch: Tensor | None = None,
+        squared: bool = False,
         hyperparameters: Hyperparameters | None = None,
         clip: Clip | None = None,
-    ) -> None:
+    ) -> Squares | None:
         """`step` for masters with compute copies: cast, update and write, chunk by chunk.
 
         Args:
-            masters, sums, state, hyperparameters, clip: as for `step`.
+            masters, sums, state, squared, hyperparameters, clip: as for `step`.
             grads: as for `step`, but of any floating dtype (bfloat16 for float32 masters); those
                 of another dtype than their master are not overwritten.
             compute: shape of the master, any floating dtype; gets the rounded master, also where
@@ -259,13 +281,30 @@ class UnitOptimizer:
             scratch: flat, dtype and device of the masters, at least 1024 elements or as many as
                 the unit has; takes the cast gradients and bounds the chunk. None: allocated.
 
+        Returns:
+            as `step`.
+
         Raises:
             ValueError, StepError, UnsupportedOptimizerError: as `step`.
         """
-        self._update(masters, grads, sums, state, compute, scratch, hyperparameters, clip)
+        squares = self._update(
+            masters,
+            grads,
+            sums,
+            state,
+            compute,
+            scratch,
+            hyperparameters,
+            clip,
+            squared=squared,
+            in_passing=squared,
+        )
+        if squares is None:
+            return None
         for i, (master, grad, copy) in enumerate(zip(masters, grads, compute, strict=True)):
             if copy is not None and grad is None and (sums is None or sums[i] is None):
                 copy.copy_(master)
+        return _of_gradients(squares, grads) if squared else None
 
     @torch.no_grad()
     def try_step(
@@ -279,6 +318,7 @@ class UnitOptimizer:
         squared: bool = False,
         hyperparameters: Hyperparameters | None = None,
         clip: Clip | None = None,
+        passing: Callable[[], None] = lambda: None,
     ) -> Tried | None:
         """`step_mixed` (`step`, if `results` has no compute copies) with its results elsewhere.
 
@@ -289,6 +329,7 @@ class UnitOptimizer:
         Args:
             squared: sums of squares of what `grads` and `sums` are together are wanted, of the
                 parameters that `grads` has something of.
+            passing: called as soon as it is sure that a kernel adds in passing.
 
         Returns:
             what came of it, for `accept`; None: nothing was done, as no kernel adds and takes
@@ -313,6 +354,7 @@ class UnitOptimizer:
                 results,
                 squared=squared,
                 in_passing=squared or any(both),
+                passing=passing,
             )
             if squares is None:
                 return None
@@ -323,8 +365,7 @@ class UnitOptimizer:
                         view.copy_(state[i][name])
                     if results.compute is not None:
                         results.compute[i].copy_(masters[i])
-            wanted = [squares.get(i) if g is not None else None for i, g in enumerate(grads)]
-            return Tried(tuple(self._scalars), tuple(wanted))
+            return Tried(tuple(self._scalars), _of_gradients(squares, grads))
         finally:
             self._scalars = before
 
@@ -423,8 +464,10 @@ class UnitOptimizer:
         *,
         squared: bool = False,
         in_passing: bool = False,
+        passing: Callable[[], None] = lambda: None,
     ) -> dict[int, float] | None:
-        """Update all. `in_passing`: only by a kernel that adds, and takes squares, in its one pass.
+        """Update all. `in_passing`: only by a kernel that adds, and takes squares, in its one pass;
+        `passing` is called before it runs.
 
         Returns:
             the sums of squares by parameter, if they are `squared`; None: nothing was done.
@@ -456,6 +499,7 @@ class UnitOptimizer:
             results,
             mixed=mixed,
             squared=squared,
+            passing=passing,
         )
         if squares is not None or in_passing:
             return squares
@@ -507,6 +551,7 @@ class UnitOptimizer:
         *,
         mixed: bool,
         squared: bool,
+        passing: Callable[[], None],
     ) -> dict[int, float] | None:
         """Update all at once by our own kernel, if it has the arithmetic that is asked for.
 
@@ -582,6 +627,7 @@ class UnitOptimizer:
             updates.append(update)
         if rehearsal or kernel is None:
             return {}  # the kernel allocates nothing
+        passing()
         for i in steps:
             if self._scalars[i] is None:
                 for name in self._planned[i].tensors:
@@ -706,6 +752,11 @@ def _batches(pieces: Iterable[_Piece], limit: int) -> Iterator[list[_Piece]]:
         size += numel
     if batch:
         yield batch
+
+
+def _of_gradients(squares: Mapping[int, float], grads: Sequence[object]) -> Squares:
+    """What was found, of the parameters that `grads` has something of."""
+    return tuple(squares.get(i) if g is not None else None for i, g in enumerate(grads))
 
 
 def _target(results: Results, index: int, amsgrad: bool) -> adam.Target:

@@ -15,8 +15,10 @@ an update is faster (H100 host: 5.0 against 3.7 Gparam/s).
 
 Where gradients add up, a trial adds the last ones in its own pass and takes the norm of the sum
 (32 bytes a parameter instead of 10 and 30); sum and gradients stay as they are, in case that it is
-dropped. If no kernel does that, they are added first. `optimizer.step()` needs all norms, so those
-of what has not begun by then are taken in a pass of their own (6 bytes).
+dropped. If no kernel does that, they are added first. `optimizer.step()` needs no norms of what has
+not ended by then, if a bound shows that nothing has to be clipped: the norm of a sum is at most the
+sum of norms. What runs goes on, and what has not begun is updated in place and adds and takes norms
+there. Otherwise these are taken in a pass of their own (6 bytes), and it waits for all of them.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ class Trial:
         norms: take those of the gradients, if they are wanted; None: they are known.
         fresh: signalled when the second copy is whole; failed if it never will be.
         ended: when nothing of it runs any more.
+        decided: it is known whether it adds gradients before it updates: `adds`.
         tried: what came of it, once it has been made.
     """
 
@@ -63,6 +66,8 @@ class Trial:
     norms: Norms | None
     fresh: Ticket = field(default_factory=Ticket)
     ended: Ticket = field(default_factory=Ticket)
+    decided: Ticket = field(default_factory=Ticket)
+    adds: bool = False
     tried: Tried | None = None
     begun: bool = False
     failed: bool = False
@@ -72,6 +77,14 @@ class Trial:
     @property
     def states(self) -> UnitStates:
         return self.given.states
+
+    def may_fail_step(self) -> bool:
+        """Whether the step should not go on before it has ended: it adds, and if that fails the
+        step fails; or it has failed. Waits until it is known, if it has begun; a kernel that adds
+        in passing is not waited for."""
+        if self.begun:
+            self.decided.settle()
+        return self.failed or (self.adds and not self.ended.ended())
 
 
 class Trials:
@@ -122,6 +135,10 @@ class Trials:
             self._clip = self._clipping.by_value()
             self._rank = rank
 
+    def takes(self, states: UnitStates) -> bool:
+        """Whether `submit` would try the unit's update."""
+        return self._tries and states.spare is not None and states.flats is not None
+
     def submit(
         self, given: UnitGradients, ready: Ticket, norms: Norms | None = None
     ) -> Trial | None:
@@ -135,12 +152,14 @@ class Trials:
             the trial; None if there is none.
         """
         states = given.states
-        if not self._tries or states.spare is None or states.flats is None:
+        if not self.takes(states):
             return None
+        assert states.flats is not None
+        assert states.spare is not None
         trial = Trial(given=given, source=states.flats, target=states.spare, norms=norms)
         rank = 1 + len(self._rank) + self._rank.get(states.index, 1)
         job = partial(self._run, trial, ready)
-        trial.ended = self._lane.submit_ranked(job, rank, ready, (trial.fresh,))
+        trial.ended = self._lane.submit_ranked(job, rank, ready, (trial.fresh, trial.decided))
         self._open.append(trial)
         return trial
 
@@ -254,6 +273,7 @@ class Trials:
             with self._lock:
                 trial.failed = True
                 accepted = trial.accepted
+            trial.decided.finish()
             trial.fresh.fail(error)
             if accepted:
                 raise
@@ -261,6 +281,7 @@ class Trials:
         with self._lock:
             trial.tried = tried
             self._commit(trial)
+        trial.decided.finish()
         trial.fresh.finish()
 
     def _try(self, trial: Trial) -> Tried:
@@ -269,6 +290,8 @@ class Trials:
         if norms is None or norms.in_passing or not norms.wanted:
             tried = self._update(trial)
         if tried is None:
+            trial.adds = True
+            trial.decided.finish()
             try:
                 self._updates.add(given, trial.source)
             except BaseException as error:  # some may have been added: nobody may add them again
@@ -278,9 +301,7 @@ class Trials:
             tried = self._update(trial)
             assert tried is not None
         elif norms is not None:
-            for i, squares in enumerate(tried.squares):
-                if squares is not None:
-                    norms.note(trial.states, i, squares)
+            norms.note_all(trial.states, tried.squares)
             given.take_norms(trial.source, norms)
         return tried
 
@@ -304,6 +325,7 @@ class Trials:
             squared=norms is not None and norms.wanted and given.unadded,
             hyperparameters=self._hyperparameters,
             clip=self._clip,
+            passing=trial.decided.finish,
         )
         if tried is None:
             return None

@@ -42,10 +42,11 @@ class UnitGradients:
         """Add gradients to the sums that there are; the others begin with them. There are only sums
         then: a second call does nothing."""
         addends = self._addends(flats)
-        squared = norms.wanted and norms.in_passing
+        squared = norms.in_passing and (norms.wanted or norms.bounds.wanted)
         squares = sums.add(list(addends.values()), squared=squared)
         for i, value in zip(addends, squares, strict=True):
-            if value is not None:
+            norms.bounds.note_sum(self.states, i, value)
+            if value is not None and norms.wanted:
                 norms.note(self.states, i, value)
         self.sums = [has or g is not None for has, g in zip(self.sums, self.gradients, strict=True)]
         self.gradients = [None] * len(self.gradients)
@@ -70,6 +71,13 @@ class UnitGradients:
             norms.note(self.states, i, value)
         self.take_norms(flats, norms)
         return True
+
+    def lacks_norms(self, norms: Norms) -> bool:
+        """Whether norms are wanted that nobody has taken: `Norms.bound` was enough."""
+        parts = enumerate(zip(self.gradients, self.sums, strict=True))
+        return norms.wanted and any(
+            (g is not None or has) and not norms.has(self.states, i) for i, (g, has) in parts
+        )
 
     def take_norms(self, flats: Flats, norms: Norms) -> None:
         """Take the norms, if they are wanted, of sums that are complete and have none."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 from lohan_fx.runtime.clipping import Norms
 from lohan_fx.runtime.flats import Flats, views_of
 from lohan_fx.runtime.lanes import Lanes
-from lohan_fx.runtime.optimizer import Clip
+from lohan_fx.runtime.optimizer import Clip, Squares
 from lohan_fx.runtime.param_groups import Hyperparameters
 from lohan_fx.runtime.unit_gradients import UnitGradients
 from lohan_fx.timeline import Lane
@@ -56,38 +58,19 @@ class UnitUpdates:
             recorder.add("cpu", label, began, time.perf_counter())
 
     def run(self, given: UnitGradients, flats: Flats) -> None:
-        """Update a unit, whose states are in `flats`."""
+        """Update a unit, whose states are in `flats`; take norms that are missing."""
         states = given.states
         self.begun.append(states.unit.name)
-        slices = states.layout.slices
-        optimizer = states.optimizer
-        assert optimizer is not None
-        masters = views_of(flats.master, slices)
-        state = states.moments(flats)
         recorder = self._lanes.recorder
         on_device = states.tier == "device"
-        totals = given.totals(flats)
         began_s = time.perf_counter()
         began = recorder.mark() if recorder and on_device else began_s
-        if states.mixed:
-            optimizer.step_mixed(
-                masters,
-                given.gradients,
-                state,
-                views_of(flats.compute, slices),
-                sums=totals,
-                hyperparameters=self.hyperparameters,
-                clip=self.clip,
-            )
-        else:
-            optimizer.step(
-                masters,
-                given.gradients,
-                state,
-                sums=totals,
-                hyperparameters=self.hyperparameters,
-                clip=self.clip,
-            )
+        if not given.lacks_norms(self._norms):
+            self._step(given, flats)
+        elif not self._step_with_norms(given, flats):
+            self.complete(given, flats)
+            began_s = began = time.perf_counter()
+            self._step(given, flats)
         self.ended.append(states.unit.name)
         if not on_device:
             self._lanes.update_s += time.perf_counter() - began_s
@@ -95,6 +78,36 @@ class UnitUpdates:
             ended = recorder.mark() if on_device else time.perf_counter()
             lane: Lane = "gpu" if on_device else "cpu"
             recorder.add(lane, self._lanes.label("update", states.unit.name), began, ended)
+
+    def _step_with_norms(self, given: UnitGradients, flats: Flats) -> bool:
+        """Update a unit in host memory and take norms in the same pass, if a kernel does that."""
+        if not self._norms.in_passing:
+            return False
+        squares = self._step(given, flats, squared=True)
+        if squares is None:
+            return False
+        self._norms.note_all(given.states, squares)
+        given.take_norms(flats, self._norms)
+        return True
+
+    def _step(self, given: UnitGradients, flats: Flats, *, squared: bool = False) -> Squares | None:
+        """Update, as `UnitOptimizer.step`."""
+        states = given.states
+        slices = states.layout.slices
+        optimizer = states.optimizer
+        assert optimizer is not None
+        step: Callable[..., Squares | None] = optimizer.step
+        if states.mixed:
+            step = partial(optimizer.step_mixed, compute=views_of(flats.compute, slices))
+        return step(
+            views_of(flats.master, slices),
+            given.gradients,
+            states.moments(flats),
+            sums=given.totals(flats),
+            squared=squared,
+            hyperparameters=self.hyperparameters,
+            clip=self.clip,
+        )
 
     def clear(self) -> None:
         """No unit has taken the next step."""

@@ -15,7 +15,9 @@ Schedules (LoHan §IV-C, Fig. 3):
   speculative
              deferred, but beside backward host units are updated into second copies, as if nothing
              had to be clipped. If that was right, `optimizer.step()` goes on with those copies;
-             otherwise it updates what is still there (`runtime.trials`).
+             otherwise it updates what is still there (`runtime.trials`). Where gradients add up
+             it mostly knows that before it knows the norm (`runtime.clipping.Bounds`), which is
+             there when all updates have ended.
 
 Where gradients add up (`runtime.accumulation`), those of a backward that does not end the step are
 added to what the unit has, on arrival; so are those of the last, and the unit is updated by the
@@ -97,7 +99,10 @@ class Updater:
         self.torn: tuple[str, ...] = ()
         self._accumulation = accumulation
         self._clipping = clipping
-        self._norms = Norms(in_passing=lanes.device.type == "cuda")
+        self._norms = norms = Norms(in_passing=lanes.device.type == "cuda")
+        trial_sums = schedule == "speculative" and accumulation.adds
+        norms.bounds.wanted = trial_sums and norms.in_passing and clipping.needs_norms
+        self._owes_norm = False  # of the step that `finish` ended: `join` knows it
         self._updates = UnitUpdates(lanes, self._norms)
         self._last = False  # the backward that runs, or ran last, ends a step
         self.num_left = 0
@@ -188,6 +193,10 @@ class Updater:
         updated."""
         states = self._states.units[index]
         norms = self._norms_now
+        if self._takes_bounds(states):
+            for i, gradient in enumerate(gradients):
+                if gradient is not None:
+                    self._norms.bounds.take(states, i, gradient)
         if states.tier == "device":
             if norms is not None:
                 norms.take_all(states, gradients)
@@ -200,6 +209,11 @@ class Updater:
     def _norms_now(self) -> Norms | None:
         """What takes norms of gradients that are emitted, if they are whole, and norms wanted."""
         return self._norms if self._norms.wanted and not self._adds_up else None
+
+    def _takes_bounds(self, states: UnitStates) -> bool:
+        """Whether a trial will add a unit's gradients to sums, and take norms."""
+        wanted = self._norms.wanted and self._norms.bounds.wanted and self._adds_up
+        return wanted and self.trials is not None and self.trials.takes(states)
 
     def _arrived(
         self,
@@ -279,7 +293,11 @@ class Updater:
 
     def write(self, index: int, gradients: Sequence[Tensor], indices: Sequence[int]) -> None:
         """Compute itself writes gradients into the unit's host buffer (direct host access)."""
-        self._offload.write(self._states.units[index], gradients, indices, self._norms_now)
+        states = self._states.units[index]
+        if self._takes_bounds(states):
+            for i, gradient in zip(indices, gradients, strict=True):
+                self._norms.bounds.take(states, i, gradient)
+        self._offload.write(states, gradients, indices, self._norms_now)
 
     def emit_written(self, index: int) -> None:
         """All gradients of a unit have been written: update it once compute has got here."""
@@ -314,6 +332,7 @@ class Updater:
                     self.trials.drop()
         self._held = given  # an interrupt may strike anywhere: a next call goes on from here
         self._tried.clear()
+        self._norms.bounds.clear()
         self._states.generation += bool(begun or given)
         if not kept:
             for states in self._states.trained:
@@ -353,34 +372,53 @@ class Updater:
         tried = [t.given for t in self._tried if t.states.index not in held]
         held.update(given.states.index for given in tried)
         sums = [s for s in self._states.trained if any(s.sums) and s.index not in held]
+        found = [*self._held, *tried, *map(UnitGradients.only_sums, sums)]
         if (sums or tried) and not begun:
             began = time.perf_counter()
             try:
-                self._end_tried_additions()
-                self._wait_for_sums()
+                self._end_tried_additions(found)
             finally:
                 self._lanes.wait_s += time.perf_counter() - began
             self._settle_compute()
-        return [*self._held, *tried, *map(UnitGradients.only_sums, sums)]
+        return found
 
-    def _end_tried_additions(self) -> None:
-        """Have all norms: take those that no trial takes. Wait for trials that have begun: some
-        add, and one that failed in that fails the step."""
+    def _end_tried_additions(self, found: Sequence[UnitGradients]) -> None:
+        """Wait for sums, and have all norms or know that they will change nothing. Trials that have
+        not begun are given up."""
         wanted = self._norms.wanted
-        for trial in self._tried:
-            assert self.trials is not None
-            if not self.trials.give_up(trial) and wanted:
-                self._submit(trial.given, None, None, "norms")
+        trials = self.trials
+        left = [trial for trial in self._tried if trials and not trials.give_up(trial)]
+        self._wait_for_sums()
+        goes_on = self._goes_on(found)
+        self._owes_norm = goes_on and wanted
+        if goes_on:
+            return
+        for trial in left if wanted else ():
+            self._submit(trial.given, None, None, "norms")
         for trial in self._tried:
             trial.ended.settle()
-            if trial.failed:
+            if trial.failed:  # the step, too, if it was adding, or its gradients never came
                 self._submit(trial.given, None, None, "norms")
+        self._wait_for_sums()
+
+    def _goes_on(self, found: Sequence[UnitGradients]) -> bool:
+        """Whether the step need not wait for its trials, nor for norms of what they have not begun:
+        whatever these are, gradients are used as they are."""
+        unended = [trial for trial in self._tried if trial.dropped or not trial.ended.ended()]
+        if not unended:
+            return False  # there is nothing to wait for
+        if self._norms.wanted:
+            parts = [(given.states, given.gradients, given.sums) for given in found]
+            if not self._clipping.keeps(self._norms.bound(parts)):
+                return False
+        return not [trial for trial in self._tried if trial.may_fail_step()]
 
     def _skips(self, found: Sequence[UnitGradients]) -> bool:
         """Choose how to clip whole gradients; says whether the step is left out."""
         clipping, norms = self._clipping, self._norms
-        if not clipping.needs_norms:
+        if not clipping.needs_norms or self._owes_norm:
             self._updates.clip = clipping.by_value()
+            clipping.grad_norm = None
             return False
         for given in found:
             states = given.states
@@ -483,6 +521,8 @@ class Updater:
             self._lanes.wait_s += time.perf_counter() - began
         left = [given for given in self._held if not self._updates.has_begun(given)]
         if error is None:
+            if self._owes_norm:
+                self._clipping.grad_norm = float(self._norms.total())
             self._clear()
             return
         if left and len(self._updates.begun) == len(self._updates.ended):
@@ -519,6 +559,15 @@ class Updater:
         if self.pending:
             self.settle()
         else:
+            self.join()
+
+    def know_norm(self) -> None:
+        """Have `Clipping.grad_norm` of the last step, for which its updates may have to end.
+
+        Raises:
+            as `join`.
+        """
+        if self._owes_norm and self.behind:
             self.join()
 
     @property
@@ -580,6 +629,7 @@ class Updater:
         """Forget the step, and what has been added up for it."""
         if not self._accumulation.kept:
             self._states.gradients.forget_sums()
+            self._norms.bounds.clear()
             self._accumulation.count = 0
         self._clear()
 
@@ -603,6 +653,7 @@ class Updater:
         self._jobs.clear()
         self._pipeline.clear()
         self._fresh.clear()
+        self._owes_norm = False
         self.pending = self.behind = False
 
     # -- on the optimizer's thread ----------------------------------------------------------
