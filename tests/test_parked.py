@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from lohan_fx.workload import Workload
 from tests.loops import check, compiled, updater_of, windows
 from tests.models import make
 from tests.test_simulate import CHUNK, machine, make_the_plan, make_unit, make_workload, spans
-from tests.training import Squeezed, step, training_of
+from tests.training import Squeezed, cpu_hardware, identical, step, training_of
 from tests.workloads import small_hardware
 
 NEVER, ALWAYS = 1e9, 1e-2
@@ -31,9 +32,11 @@ WAITING = ("serial", "deferred", "speculative")
 
 @dataclass(frozen=True)
 class Parked:
-    """All units on the device (or every second, others in host memory), all gradients parked."""
+    """All units on the device (or every second, others in host memory), all gradients parked, or
+    none."""
 
     every: int = 1
+    parks: bool = True
 
     def __call__(
         self,
@@ -45,11 +48,11 @@ class Parked:
         names = [u.name for u in workload.units]
         fixed = {n: "device" if i % self.every == 0 else "host" for i, n in enumerate(names)}
         fixed = dict(options.fixed_units or fixed)
-        options = replace(options, states="host", fixed_units=fixed, parked=names)  # type: ignore[arg-type]
+        options = replace(options, states="host", fixed_units=fixed, parked=names * self.parks)  # type: ignore[arg-type]
         plan = Squeezed("swap-all")(workload, hw, budget, options)
         parked = parked_gradients(plan)
         waits = any(may_park(u, fixed[u.name], options.update_schedule) for u in workload.units)  # type: ignore[arg-type]
-        assert bool(parked) == waits
+        assert bool(parked) == (waits and self.parks)
         return plan
 
 
@@ -121,12 +124,46 @@ def test_mixed_precision(
     losses, weights = run(Parked())
     assert unparked
     unparked.clear()
-    wanted, its = run(Squeezed("swap-all"))
+    wanted, its = run(Parked(parks=False))
     assert not unparked
-    # units in host memory are updated by another kernel than those on the device
-    assert losses[:2] == wanted[:2]
-    torch.testing.assert_close(losses, wanted)
-    torch.testing.assert_close(weights, its, rtol=1e-3, atol=1e-4)
+    assert losses == wanted
+    assert all(map(identical, weights, its))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("schedule", WAITING)
+def test_on_a_gpu(
+    schedule: Any, optimizer: str, dtype: Any, unparked: list[str], tmp_path: Path
+) -> None:
+    """The update reads parked gradients over the link: the same losses, norms and weights to the
+    bit as when they stay."""
+    hw = cpu_hardware(tmp_path, device_kind="cuda")
+
+    def run(strategy: Any) -> list[torch.Tensor]:
+        model, inputs = make("gpt2")
+        inputs = {k: v.cuda() for k, v in inputs.items()}
+        training = training_of(optimizer, model)
+        options = {"schedule": schedule, "dtype": dtype, "clip_grad_norm": 1.0, "fused": False}
+        made = compiled(model, training.optimizer, hw, strategy=strategy, **options)
+        noted = []
+        for seed in range(3):
+            before = made.lohan.counters
+            noted.append(step("gpt2", made, inputs, seed, training.step).loss.cpu())
+            noted.append(torch.tensor(made.lohan.grad_norm))
+            moved = made.lohan.counters.minus(before)
+            assert moved.d2h_bytes == made.plan.prediction.d2h_bytes
+            assert moved.h2d_bytes == made.plan.prediction.h2d_bytes
+        made.lohan.close()
+        return noted + [p.detach().cpu() for p in model.parameters()]
+
+    found = run(Parked())
+    assert unparked
+    unparked.clear()
+    wanted = run(replace(Parked(), parks=False))
+    assert not unparked
+    assert all(map(identical, found, wanted))
 
 
 def test_programs_of_one_model_may_differ(
@@ -228,11 +265,13 @@ def test_the_program_and_its_memory() -> None:
 
 
 def test_the_simulated_step() -> None:
-    """Two seconds to the host beside the op that follows, and two that the update takes to read
-    them over the link (its 24 chunks of device memory take longer)."""
+    """Two seconds to the host, for which the release waits, and two back, before the update."""
     made = simulate(WORKLOAD, by_hand("deferred", "parked", "b1"), machine())
     assert spans(made, "d2h") == [("emit_gradients", "u1", 3.0, 5.0)]
     assert ("release_gradients", "u1", 3.0, 5.0) in spans(made, "gpu")
+    assert spans(made, "h2d") == [("direct_read", "u1", 6.0, 8.0)]
+    last = [span[:2] for span in spans(made, "gpu")][-3:]
+    assert last == [("direct_read", "u1"), ("update", "u1"), ("update", "u0")]
 
 
 @pytest.mark.parametrize(

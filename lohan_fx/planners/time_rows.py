@@ -311,7 +311,7 @@ class TimeRows:
             yield Row(resource="cpu", stages=OPTIMIZER, base=0.0, residual={}, unit=chain)
         if self.schedule in WHOLE:
             read_s = self.gradient * rate.h2d  # over the link, by the update
-            chain = {"device": self.update_s, "parked": np.maximum(self.update_s, read_s)}
+            chain = {"device": self.update_s, "parked": self.update_s + read_s}
             yield Row(resource="gpu", stages=OPTIMIZER, base=0.0, residual={}, unit=chain)
 
     def _ssd_totals(self) -> Iterable[Row]:

@@ -197,7 +197,7 @@ class _Step:
         if not backward:
             self.forward_end = self.time
         if self.plan.schedule in LATE & WHOLE:
-            self._update_on_device("optimizer")
+            yield from self._update_on_device("optimizer")
             self.updates.release()
             yield self.time
 
@@ -286,7 +286,7 @@ class _Step:
             if x.name in self.parked:
                 self._arrivals[x.name] = self.transfers.copy("d2h", x.num_bytes, label)
             elif self.plan.schedule not in WHOLE:
-                self._update_on_device("backward")
+                yield from self._update_on_device("backward")
             return
         if x.name in self.updates.direct:
             self.updates.emitted(unit, Signal(done=True))
@@ -300,20 +300,22 @@ class _Step:
         label = self._label(x, "release_gradients")
         yield from self._stall(self._arrivals.pop(x.name), label)
 
-    def _update_on_device(self, phase: StepPhase) -> None:
+    def _update_on_device(self, phase: StepPhase) -> Process:
         """Updates of device-resident units run between the ops, at device memory bandwidth: all
-        of the states and the copy are read and written, and the gradient read, over the link if it
-        is parked."""
+        of the states and the copy are read and written, and the gradient read; over the link before
+        all that if it is parked."""
         for unit in self._held:
-            label = Label(unit.name, "update", phase, unit.block)
-            seconds = unit.device_update_bytes / self.hw.device_bytes_per_s
             if unit.name in self.parked:
-                seconds = max(seconds, unit.gradient_bytes / self.hw.h2d_bytes_per_s)
-            self._work(seconds, label)
+                label = Label(unit.name, "direct_read", phase, unit.block, counts=self.counts)
+                yield self.time
+                yield self.transfers.link("h2d", unit.gradient_bytes, label, by_compute=True)
+                self._work(self.clock.now - self.time, label)
+            label = Label(unit.name, "update", phase, unit.block)
+            self._work(unit.device_update_bytes / self.hw.device_bytes_per_s, label)
         self._held.clear()
 
     def _join(self) -> Process:
-        self._update_on_device("optimizer")
+        yield from self._update_on_device("optimizer")
         label = Label("optimizer.step", "join", "optimizer", "")
         yield from self._stall_for(self.updates.join(), label)
 
