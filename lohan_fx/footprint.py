@@ -60,22 +60,23 @@ def _in_tier(units: Iterable[Unit], tiers: Mapping[str, Tier], tier: Tier) -> li
     return [u for u in units if tiers[u.name] == tier]
 
 
-def has_own_buffer(
-    unit: Unit, tier: Tier, schedule: Schedule, direct: Collection[str] = ()
-) -> bool:
+def has_own_buffer(unit: Unit, tier: Tier, schedule: Schedule, own: Collection[str] = ()) -> bool:
     """Whether a unit's gradients wait for its update in a host buffer of their own.
 
     They do with schedules "serial", "deferred" and "speculative", which have them until
     optimizer.step(), unless they are added to what the unit has; with "overlapped", so that
     backward need not wait for updates, and with "speculative", which may have to take additions
     back (units on SSD have a ring all the same: host memory is what they lack); and where the
-    device writes gradients as they are made (`direct`).
+    plan says so (`own`): the device writes gradients as they are made, or its own units' are
+    parked.
     """
-    if not unit.trainable or tier == "device":
+    if not unit.trainable:
         return False
+    if tier == "device":
+        return unit.name in own
     waits = schedule in WHOLE and not unit.accumulator_bytes
     waits = waits or (schedule in ("overlapped", "speculative") and tier == "host")
-    return waits or unit.name in direct
+    return waits or unit.name in own
 
 
 def gradient_ring(
@@ -83,7 +84,7 @@ def gradient_ring(
     tiers: Mapping[str, Tier],
     schedule: Schedule,
     tier: Tier,
-    direct: Collection[str] = (),
+    own: Collection[str] = (),
 ) -> Ring:
     """Host buffers that receive gradients of the units in `tier` (none for the device tier).
 
@@ -96,7 +97,7 @@ def gradient_ring(
     found = [
         u
         for u in _in_tier(units, tiers, tier)
-        if u.trainable and not has_own_buffer(u, tier, schedule, direct)
+        if u.trainable and not has_own_buffer(u, tier, schedule, own)
     ]
     if not found:
         return Ring()
@@ -109,15 +110,15 @@ def gradient_bytes_needed(
     units: Iterable[Unit],
     tiers: Mapping[str, Tier],
     schedule: Schedule,
-    direct: Collection[str] = (),
+    own: Collection[str] = (),
 ) -> int:
     """Host bytes of all gradient buffers."""
     units = tuple(units)
-    own = [
-        align(u.compute_bytes) for u in units if has_own_buffer(u, tiers[u.name], schedule, direct)
-    ]
-    rings = (gradient_ring(units, tiers, schedule, tier, direct) for tier in ("host", "ssd"))
-    return sum(own) + sum(ring.total_bytes for ring in rings)
+    alone = sum(
+        align(u.compute_bytes) for u in units if has_own_buffer(u, tiers[u.name], schedule, own)
+    )
+    rings = (gradient_ring(units, tiers, schedule, tier, own) for tier in ("host", "ssd"))
+    return alone + sum(ring.total_bytes for ring in rings)
 
 
 def state_ring(
@@ -164,20 +165,20 @@ def host_breakdown(
     schedule: Schedule,
     host_residuals: Iterable[int] = (),
     ssd_residuals: Iterable[int] = (),
-    direct: Collection[str] = (),
+    own: Collection[str] = (),
     copies: Collection[str] = (),
 ) -> dict[str, int]:
     """`host_bytes_needed` before there is a plan: residuals are given as sizes in bytes.
 
-    `direct` names the units whose gradients are written directly, `copies` the SSD units whose
-    compute copies are in host memory.
+    `own` names the units for which the plan wants a gradient buffer of their own, `copies` the SSD
+    units whose compute copies are in host memory.
     """
     units = tuple(units)
     return {
         "units": sum(unit_bytes(u) for u in _in_tier(units, tiers, "host")),
         "spares": sum(spare_bytes(u, tiers[u.name], schedule) for u in units),
         "compute copies": sum(align(u.compute_bytes) for u in units if u.name in copies),
-        "gradients": gradient_bytes_needed(units, tiers, schedule, direct),
+        "gradients": gradient_bytes_needed(units, tiers, schedule, own),
         "state ring": state_ring(units, tiers, schedule, copies).total_bytes,
         "staging": staging(units, tiers, ssd_residuals, copies).total_bytes,
         "residuals": sum(align(size) for size in host_residuals),
@@ -198,6 +199,22 @@ def tiers_of(plan: Plan) -> dict[str, Tier]:
 def direct_gradients(plan: Plan) -> frozenset[str]:
     """Units whose gradients the device writes to the host as they are made."""
     return frozenset(name for name, unit in plan.units.items() if unit.gradients == "direct")
+
+
+def may_park(unit: Unit, tier: Tier, schedule: Schedule) -> bool:
+    """Whether a unit's gradients could wait in host memory for an update on the device."""
+    waits = schedule in WHOLE and not unit.accumulator_bytes
+    return unit.trainable and tier == "device" and waits
+
+
+def parked_gradients(plan: Plan) -> frozenset[str]:
+    """Units on the device whose gradients wait in host memory."""
+    return frozenset(name for name, unit in plan.units.items() if unit.gradients == "parked")
+
+
+def own_buffers(plan: Plan) -> frozenset[str]:
+    """Units for which the plan wants a gradient buffer of their own."""
+    return direct_gradients(plan) | parked_gradients(plan)
 
 
 def host_copies(plan: Plan) -> frozenset[str]:
@@ -251,7 +268,7 @@ def host_bytes_needed(workload: Workload, plan: Plan) -> dict[str, int]:
         plan.schedule,
         _swapped(workload, plan, "host").values(),
         _swapped(workload, plan, "ssd").values(),
-        direct_gradients(plan),
+        own_buffers(plan),
         host_copies(plan),
     )
 

@@ -23,7 +23,7 @@ Tier = Literal["device", "host", "ssd"]
 Action = Literal["keep", "swap", "recompute"]
 Schedule = Literal["serial", "naive", "optimized", "overlapped", "deferred", "speculative"]
 Access = Literal["fetch", "direct"]
-Emission = Literal["copy", "direct"]
+Emission = Literal["copy", "direct", "parked"]
 CopyTier = Literal["host"]
 
 TIERS: tuple[Tier, ...] = ("device", "host", "ssd")
@@ -94,11 +94,13 @@ class UnitPlan:
     parameters any more; compute waits for their copy to the host after op
     `release_gradients_after`, where their device memory falls. Both are None for units
     without gradients; the second also for units in the device tier, whose update reads the
-    gradients in place, and for those whose gradients are written directly.
+    gradients in place unless they are parked, and for those whose gradients are written directly.
     `access` "direct" (host tier only): ops outside of the windows read the compute copy where
     it lies, in host memory, over the link (MemFerry's direct host access).
     `gradients` "direct": the device writes each gradient to the host as soon as it is made, and
-    frees it; nothing is left to copy when they are emitted.
+    frees it; nothing is left to copy when they are emitted. "parked" (device tier, where updates
+    wait for optimizer.step(), and gradients do not add up): they wait in host memory, where the
+    update reads them.
     `copy_tier` "host" (SSD tier, and units with a master beside their compute copy only): the
     compute copy lives in host memory. So it is fetched from there, and an update writes all but it
     to the SSD. None: it lives with the states.
@@ -111,6 +113,11 @@ class UnitPlan:
     access: Access = "fetch"
     gradients: Emission = "copy"
     copy_tier: CopyTier | None = None
+
+    @property
+    def gradient_tier(self) -> Tier:
+        """Where gradients are when they have been emitted."""
+        return "host" if self.gradients == "parked" else self.tier
 
     @property
     def fetch_tier(self) -> Tier:

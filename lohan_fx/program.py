@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lohan_fx.errors import PlanError
+from lohan_fx.footprint import may_park
 from lohan_fx.plan import WHOLE, Plan, Tier, UnitPlan
-from lohan_fx.workload import MODEL_INPUT_KINDS, Op, Phase, Workload
+from lohan_fx.workload import MODEL_INPUT_KINDS, Op, Phase, Unit, Workload
 
 Kind = Literal[
     "compute",
@@ -479,20 +480,21 @@ class _Lowering:
             used_later = [last for _, last, _ in self.windows.get(unit.name, ()) if last > at]
             if used_later:
                 raise PlanError(f"unit {unit.name} emits before op {max(used_later)} read it")
+            self._check_parked(unit)
             moves = p.tier != "device"
-            copied = p.gradients == "copy"
+            leaves = moves if p.gradients == "copy" else p.gradients == "parked"
             self.after[at].append(
                 Instruction(
                     kind="emit_gradients",
                     name=unit.name,
                     phase="backward",
-                    reads=unit.gradients if copied else (),
-                    tier=p.tier,
-                    num_bytes=unit.gradient_bytes if moves and copied else 0,
+                    reads=() if p.gradients == "direct" else unit.gradients,
+                    tier=p.gradient_tier,
+                    num_bytes=unit.gradient_bytes if leaves else 0,
                     scratch_bytes=0 if moves or self._updates_late else unit.update_scratch_bytes,
                 )
             )
-            if moves and copied:
+            if leaves:
                 end = self.index(p.release_gradients_after, f"unit {unit.name}")
                 if end < at:
                     raise PlanError(f"unit {unit.name} releases its gradients before it emits them")
@@ -507,11 +509,19 @@ class _Lowering:
                 )
             )
 
+    def _check_parked(self, unit: Unit) -> None:
+        p = self.plan.units[unit.name]
+        if p.gradients == "parked" and not may_park(unit, p.tier, self.plan.schedule):
+            raise PlanError(
+                f"the gradients of unit {unit.name} ({p.tier} tier, schedule {self.plan.schedule}) "
+                "cannot be parked: no update on the device waits for them until optimizer.step()"
+            )
+
     def _gradient_writes(self) -> None:
         """Each gradient of a unit with direct gradients is written right after it is made."""
         for unit in self.workload.units:
             p = self.plan.units[unit.name]
-            if p.gradients == "copy" or not unit.trainable:
+            if p.gradients != "direct" or not unit.trainable:
                 continue
             if p.tier == "device":
                 raise PlanError(f"unit {unit.name} is in the device tier: its gradients stay there")
@@ -535,10 +545,10 @@ class _Lowering:
 
     def _pinned(self) -> frozenset[str]:
         kept = {v.name for v in self.workload.values.values() if v.is_output}
-        if self._updates_late:
-            for unit in self.workload.units:
-                if self.plan.units[unit.name].tier == "device" and not unit.accumulator_bytes:
-                    kept |= set(unit.gradients)
+        for unit in self.workload.units:  # gradients that wait where they are
+            p = self.plan.units[unit.name]
+            if p.gradients == "copy" and may_park(unit, p.tier, self.plan.schedule):
+                kept |= set(unit.gradients)
         return frozenset(kept)
 
     def _static(self) -> int:

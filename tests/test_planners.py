@@ -633,7 +633,8 @@ def test_the_count_of_resident_units_that_was_best_is_kept(
     workload, plan = _of_layers(layers)
     tried: dict[int, float] = {}
 
-    def planned(self: object, count: int) -> tuple[float, Plan] | None:
+    def planned(self: object, count: int, parked: int) -> tuple[float, Plan] | None:
+        assert not parked
         tried[count] = seconds[count]
         if seconds[count] == math.inf:
             return None

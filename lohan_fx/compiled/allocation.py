@@ -110,10 +110,10 @@ def reserve(memory: Memory, hw: HardwareProfile, workload: Workload, plan: Plan)
     if ssd_bytes:
         memory.store.grow_ssd(ssd_bytes, *memory.open_ssd(ssd_paths(hw, ssd_bytes)))
     tiers = footprint.tiers_of(plan)
-    direct = footprint.direct_gradients(plan)
+    own = footprint.own_buffers(plan)
     rings = {
         f"gradients {tier}": footprint.gradient_ring(
-            workload.units, tiers, plan.schedule, tier, direct
+            workload.units, tiers, plan.schedule, tier, own
         )
         for tier in ("host", "ssd")
     }
@@ -122,7 +122,7 @@ def reserve(memory: Memory, hw: HardwareProfile, workload: Workload, plan: Plan)
     rings["staging"] = footprint.staging_of(workload, plan)
     buffers = {name: (r.count, r.total_bytes) for name, r in rings.items() if r.count}
     for unit in workload.units:
-        if footprint.has_own_buffer(unit, tiers[unit.name], plan.schedule, direct):
+        if footprint.has_own_buffer(unit, tiers[unit.name], plan.schedule, own):
             buffers[f"gradients of {unit.name}"] = (1, unit.compute_bytes)
     return memory.grow_buffers(buffers)
 

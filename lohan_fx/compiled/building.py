@@ -20,6 +20,7 @@ from lohan_fx.compiled.programs import CompiledProgram, Programs
 from lohan_fx.compiled.training import Training
 from lohan_fx.compiled.user_module import UserModule
 from lohan_fx.errors import PlanError
+from lohan_fx.footprint import parked_gradients
 from lohan_fx.fusion import Kernels, fuse
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.passes import PassManager, Rewrite, pipeline
@@ -243,6 +244,7 @@ class Builder:
         engine.emit_order = tuple(
             rewrite.units[i.name] for i in instructions.instructions if i.kind == "emit_gradients"
         )
+        engine.parked = frozenset(rewrite.units[name] for name in parked_gradients(plan))
         halves = split(rewrite)
         for half in (halves.forward, halves.backward):
             if half is not None:

@@ -50,12 +50,12 @@ class EmitGradients:
         decision = rewrite.plan.units[name]
         assert decision.emit_after is not None
         key = rewrite.units[name]
-        moves = decision.tier != "device"
+        moves = decision.gradient_tier != "device"
         mark = Mark(
             kind="emit_gradients",
             name=name,
             key=key,
-            tier=decision.tier,
+            tier=decision.gradient_tier,
             num_bytes=unit.gradient_bytes if moves else 0,
         )
         token = rewrite.insert_after(

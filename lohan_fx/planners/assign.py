@@ -32,14 +32,15 @@ _FROM_THE_START: Mapping[Option, int] = {
 _UNITS_FROM_THE_START: Mapping[Option, int] = {
     # Units used first are updated last, when nothing hides that: they belong on the device.
     "device": 0,
-    "direct": 1,
-    "reload": 2,
-    "hold": 3,
-    "host": 4,
-    "ssd-copy-hold": 5,
-    "ssd-copy": 6,
-    "ssd-hold": 7,
-    "ssd": 8,
+    "parked": 1,  # the later a unit is used, the longer its gradients would stay on the device
+    "direct": 2,
+    "reload": 3,
+    "hold": 4,
+    "host": 5,
+    "ssd-copy-hold": 6,
+    "ssd-copy": 7,
+    "ssd-hold": 8,
+    "ssd": 9,
 }
 
 
@@ -192,6 +193,7 @@ def choices_of(model: Model, assignment: Assignment) -> Choices:
         swap_tiers=swapped,
         regions=model.region_of,
         modes=modes,
+        parked=[u.name for u in w.units if assignment[u.name] == "parked"],
         copies=[u.name for u in w.units if assignment[u.name] in COPIED],
     )
 
@@ -207,7 +209,7 @@ def assignment_of(model: Model, plan: Plan) -> dict[str, Option] | None:
         across = any(a < turn <= b for a, b in spans)
         option: Option
         if unit.tier == "device":
-            option = "device"
+            option = "parked" if unit.gradients == "parked" else "device"
         elif unit.access == "direct":
             option = "reload" if spans else "direct"
         elif unit.tier == "host":

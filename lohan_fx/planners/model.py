@@ -25,6 +25,7 @@ from lohan_fx.footprint import (
     align,
     has_own_buffer,
     host_breakdown,
+    may_park,
     spare_bytes,
     unit_bytes,
     update_write_bytes,
@@ -46,6 +47,7 @@ Option = Literal[
     "ssd",
     "recompute",
     "device",
+    "parked",
     "hold",
     "direct",
     "reload",
@@ -57,6 +59,7 @@ Option = Literal[
 
 UNIT_OPTIONS: Mapping[Option, tuple[Tier, UnitMode]] = {
     "device": ("device", "fetch"),
+    "parked": ("device", "fetch"),
     "host": ("host", "fetch"),
     "hold": ("host", "hold"),
     "direct": ("host", "direct"),
@@ -66,7 +69,8 @@ UNIT_OPTIONS: Mapping[Option, tuple[Tier, UnitMode]] = {
     "ssd-copy": ("ssd", "fetch"),
     "ssd-copy-hold": ("ssd", "hold"),
 }
-"""Where a unit's states live, and how ops read its compute copy (`schedule.UnitMode`)."""
+"""Where a unit's states live, and how ops read its compute copy (`schedule.UnitMode`). "parked":
+its gradients wait in host memory for optimizer.step(), where those of "device" stay there."""
 
 COPIED: frozenset[Option] = frozenset({"ssd-copy", "ssd-copy-hold"})
 """The options with which the compute copy is in host memory, and only the states are on SSD."""
@@ -241,6 +245,7 @@ class Model:
             option
             for option, (tier, _) in UNIT_OPTIONS.items()
             if wanted in ("auto", tier)
+            and (option != "parked" or may_park(unit, tier, self.schedule))
             and (tier != "ssd" or self.hw.ssds or wanted == "ssd")
             and (tier != "ssd" or (option in COPIED) in ways)
         )
@@ -388,10 +393,10 @@ class Model:
                 return 0.0
             return float(r.num_bytes) if r.last_forward < op < r.first_back else 0.0
         unit = self.workload.unit_by_name[member]
-        if option == "device":
+        if UNIT_OPTIONS[option][0] == "device":
             held = unit.compute_bytes + unit.state_bytes
-            waits = self.schedule in WHOLE and not unit.accumulator_bytes
-            if waits and op > self._emits.get(member, op):
+            stay = option == "device" and may_park(unit, "device", self.schedule)
+            if stay and op > self._emits.get(member, op):
                 held += sum(self.workload.values[g].num_bytes for g in set(unit.gradients))
             return float(held)
         runs = self._runs[member]
@@ -417,7 +422,8 @@ class Model:
             size = unit_bytes(unit, copy=not copied) if home == tier else 0
             if tier == "host" and copied:
                 size += align(unit.compute_bytes)
-            if tier == "host" and has_own_buffer(unit, home, self.schedule):
+            own = [unit.name] if option == "parked" else []
+            if tier == "host" and has_own_buffer(unit, home, self.schedule, own):
                 size += align(unit.compute_bytes)
             if tier == "host":
                 size += spare_bytes(unit, home, self.schedule)
@@ -585,6 +591,8 @@ class Model:
         hw, unit = self.hw, self.workload.unit_by_name[name]
         if option == "device":
             return 0.0
+        if option == "parked":
+            return unit.gradient_bytes * (1 / hw.h2d_bytes_per_s + 1 / hw.d2h_bytes_per_s)
         copies = 1 if option in HELD or option == "reload" else len(self._runs[name])
         found = copies * unit.compute_bytes / hw.h2d_bytes_per_s
         if option in ("direct", "reload"):
@@ -611,6 +619,7 @@ class Model:
             "ssd-hold",
             "ssd-copy-hold",
             "hold",
+            "parked",
             "device",
             "keep",
         )

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lohan_fx.cost_model import Demand, IterationTime, iteration_time, state_demand
-from lohan_fx.footprint import host_bytes_needed, host_copies, ssd_bytes_needed, tiers_of
+from lohan_fx.footprint import (
+    host_bytes_needed,
+    host_copies,
+    parked_gradients,
+    ssd_bytes_needed,
+    tiers_of,
+)
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan, Prediction, Tier
 from lohan_fx.planners.registry import PlannerOptions
@@ -79,7 +85,8 @@ def predict(
         + _moved(program, "write_gradient"),
         h2d_bytes=_moved(program, "prefetch")
         + _moved(program, "fetch_unit")
-        + _moved(program, "host_view"),
+        + _moved(program, "host_view")
+        + sum(workload.unit_by_name[name].gradient_bytes for name in parked_gradients(plan)),
         ssd_read_bytes=_moved(program, "prefetch", "ssd")
         + _moved(program, "fetch_unit", "ssd")
         + demand.ssd_state_read_bytes,

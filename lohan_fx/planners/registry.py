@@ -34,6 +34,7 @@ class PlannerOptions:
             ("states", where it stands for a system that does so).
         fixed_copies: the units whose copies are in host memory, and no others (as `fixed_units`);
             takes precedence over `copies`.
+        parked: device units whose gradients wait in host memory for optimizer.step().
         cost: which extensions of the cost model count.
         explain: the error of a plan that fits nowhere says what would do, which takes more plans.
         known: finished plans of the same workload: a strategy that searches (`pareto`) begins with
@@ -49,6 +50,7 @@ class PlannerOptions:
     fixed_units: Mapping[str, Tier] | None = None
     copies: Literal["auto", "states", "host"] = "auto"
     fixed_copies: Collection[str] | None = None
+    parked: Collection[str] = ()
     cost: CostOptions = field(default_factory=CostOptions)
     explain: bool = True
     known: tuple[Plan, ...] = ()

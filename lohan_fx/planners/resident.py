@@ -4,7 +4,8 @@ A resident unit is updated on the device, so it costs neither link nor CPU time;
 memory that activations would have, which then are swapped or recomputed. Units whose gradients
 come last become resident first: their updates are what `optimizer.step()` would wait for. How many
 is found by simulation, closer and closer around the best count. Host memory that is left holds
-compute copies of units on SSD.
+compute copies of units on SSD. Where gradients of resident units wait for optimizer.step(), those
+that would wait longest may wait in host memory, if that lets more units be resident.
 
 (LoHan §IV keeps no states on the device; ZeRO-Offload's successors and SSDTrain §3 do when memory
 is left.)
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lohan_fx.errors import InsufficientMemoryError
-from lohan_fx.footprint import unit_bytes
+from lohan_fx.footprint import may_park, unit_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners.evaluate import step_seconds
@@ -28,13 +29,17 @@ from lohan_fx.workload import Workload
 
 NAME = "lohan-resident"
 
+_MIN_GAIN = 0.002
+"""Of the step's time: for less no gradients are parked."""
+
 _MIN_SHARE = 0.02
 """With less of the parameters resident, updates are what they were, and no count is tried."""
 
 
 @dataclass
 class _Counts:
-    """Plans by the number of resident units; None if there is none that fits."""
+    """Plans by the number of resident units, and of those among them whose gradients are parked;
+    None if there is none that fits."""
 
     workload: Workload
     hw: HardwareProfile
@@ -43,19 +48,46 @@ class _Counts:
     order: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        self.found: dict[int, tuple[float, Plan] | None] = {}
+        self.found: dict[tuple[int, int], tuple[float, Plan] | None] = {}
         self.errors: list[InsufficientMemoryError] = []
 
-    def seconds(self, count: int) -> float:
-        if count not in self.found:
-            self.found[count] = self._plan(count)
-        made = self.found[count]
+    def seconds(self, count: int, parked: int = 0) -> float:
+        key = count, parked
+        if key not in self.found:
+            self.found[key] = self._plan(*key)
+        made = self.found[key]
         return math.inf if made is None else made[0]
 
-    def _plan(self, count: int) -> tuple[float, Plan] | None:
-        fixed: dict[str, Tier] = dict.fromkeys(self.order[:count], "device")
+    def plan(self, count: int, parked: int = 0) -> Plan | None:
+        """The plan, with a note that says what is resident."""
+        self.seconds(count, parked)
+        made = self.found[count, parked]
+        if made is None:
+            return None
+        note = f"{count} of {len(self.workload.units)} units are resident: those whose gradients "
+        note += "come last"
+        if parked:
+            note += f"; gradients of {parked} of them wait in host memory"
+        return replace(made[1], notes=(note, *made[1].notes))
+
+    def park(self, count: int, most: int) -> tuple[int, int]:
+        """Park gradients of as many units, and have as many more resident, as gains."""
+        best = count, 0
+        while True:
+            n = best[0]
+            around = [(n, n // 2), (n + 1, (n + 1) // 2), (n + 1, n)]
+            around = [(count, k) for count, k in around if k > 0 and count <= most]
+            found = min(around, key=lambda key: self.seconds(*key), default=best)
+            if self.seconds(*found) > (1 - _MIN_GAIN) * self.seconds(*best):
+                return best
+            best = found
+
+    def _plan(self, count: int, parked: int) -> tuple[float, Plan] | None:
+        resident = self.order[:count]
+        fixed: dict[str, Tier] = dict.fromkeys(resident, "device")
         fixed.update(self.options.fixed_units or {})
-        options = replace(self.options, fixed_units=fixed)
+        longest = resident[count - parked :]  # their gradients are made first
+        options = replace(self.options, fixed_units=fixed, parked=longest)
         try:
             plan = Lohan(name=NAME)(self.workload, self.hw, self.budget, options)
         except InsufficientMemoryError as error:
@@ -105,16 +137,13 @@ def plans_around(
         low, high = around
     if counts.seconds(best) == math.inf:  # those that fit may lie between those that were tried
         best = min(range(most + 1), key=counts.seconds)
-    wanted = [best]
+    wanted = [(best, 0)]
+    if any(may_park(u, "device", options.update_schedule) for u in workload.units):
+        wanted.insert(0, counts.park(best, most))
     for k in range(1, distance + 1):
-        wanted += [count for count in (best + k, best - k) if 0 <= count <= most]
-    found = []
-    for count in wanted:
-        counts.seconds(count)
-        made = counts.found[count]
-        if made is not None:
-            note = f"{count} of {len(workload.units)} units are resident: those whose gradients "
-            found.append(replace(made[1], notes=(f"{note}come last", *made[1].notes)))
+        wanted += [(count, 0) for count in (best + k, best - k) if 0 <= count <= most]
+    plans = (counts.plan(*key) for key in dict.fromkeys(wanted))
+    found = [plan for plan in plans if plan is not None]
     if not found:
         raise min(counts.errors, key=lambda e: e.need_bytes).anew()
     return found

@@ -14,8 +14,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from lohan_fx.errors import InsufficientMemoryError, PlanError
+from lohan_fx.footprint import may_park
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import TIERS, Action, FetchWindow, Plan, ResidualPlan, Tier, UnitPlan
+from lohan_fx.plan import TIERS, Action, FetchWindow, Plan, ResidualPlan, Schedule, Tier, UnitPlan
 from lohan_fx.planners.lanes import Load
 from lohan_fx.planners.overlap import extend
 from lohan_fx.planners.prediction import predict
@@ -51,6 +52,8 @@ class Choices:
             smaller regions where blocks do not fit (`lean_draft`).
         modes: unit → how ops read it, "fetch" if it is not there; no matter for device units.
         direct_gradients: units whose gradients the device writes to the host by itself.
+        parked: device units whose gradients wait in host memory, with schedules in which they wait
+            for optimizer.step().
         copies: SSD units whose compute copies are in host memory; as `options.copies` says if None.
     """
 
@@ -60,6 +63,7 @@ class Choices:
     regions: Mapping[str, str] | None = None
     modes: Mapping[str, UnitMode] = field(default_factory=dict)
     direct_gradients: Collection[str] = ()
+    parked: Collection[str] = ()
     copies: Collection[str] | None = None
 
 
@@ -211,6 +215,8 @@ def _place_units(
     choices: Choices,
     tiers: Mapping[str, Tier],
     copies: Collection[str],
+    parked: Collection[str],
+    schedule: Schedule,
     regions: Sequence[Region],
 ) -> dict[str, UnitPlan]:
     """Fetch right before each stay, let gradients go right after they are emitted."""
@@ -222,6 +228,7 @@ def _place_units(
         moves = tiers[unit.name] != "device"
         mode = choices.modes.get(unit.name, "fetch")
         writes = moves and unit.trainable and unit.name in choices.direct_gradients
+        parks = unit.name in parked and may_park(unit, tiers[unit.name], schedule)
         windows = tuple(
             FetchWindow(fetch_before=ops[a].name, first_use=ops[a].name, last_use=ops[b].name)
             for a, b in _stays(workload, mode, uses[unit.name])
@@ -232,9 +239,9 @@ def _place_units(
             tier=tiers[unit.name],
             windows=windows,
             emit_after=emit,
-            release_gradients_after=emit if moves and not writes else None,
+            release_gradients_after=emit if parks or (moves and not writes) else None,
             access="direct" if moves and mode in ("direct", "direct-forward") else "fetch",
-            gradients="direct" if writes else "copy",
+            gradients="direct" if writes else "parked" if parks else "copy",
             copy_tier="host" if unit.name in copies else None,
         )
     return plans
@@ -299,6 +306,7 @@ def draft(
     tiers.update({v: t for v, t in (choices.swap_tiers or {}).items() if v in tiers})
     sizes = {t: [workload.values[v].num_bytes for v in tiers if tiers[v] == t] for t in TIERS}
     copies = _copies(workload, budget, options, choices, unit_tiers, sizes)
+    parked = {*choices.parked, *options.parked}
     plan = Plan(
         strategy=strategy,
         workload=workload.name,
@@ -310,7 +318,7 @@ def draft(
     plan = replace(
         plan,
         residuals=_place_residuals(workload, plan.residuals, regions),
-        units=_place_units(workload, choices, unit_tiers, copies, regions),
+        units=_place_units(workload, choices, unit_tiers, copies, parked, plan.schedule, regions),
     )
     check_capacity(workload, plan, budget)
     program = lower(workload, plan)

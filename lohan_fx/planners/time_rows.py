@@ -261,7 +261,10 @@ class TimeRows:
             stages=BACKWARD,
             base=0.0,
             residual=self._swapped(self.size * rate.duplex),
-            unit={o: grads[o] + fetched.get(o, 0.0) for o in grads},
+            unit={
+                **{o: grads[o] + fetched.get(o, 0.0) for o in grads},
+                "parked": self.gradient * rate.duplex,
+            },
         )
 
     def _after_backward(self) -> Iterator[Row]:
@@ -307,7 +310,8 @@ class TimeRows:
             chain.update(self._on_ssd(cpu + self.state_read * rate.read, rate.write))
             yield Row(resource="cpu", stages=OPTIMIZER, base=0.0, residual={}, unit=chain)
         if self.schedule in WHOLE:
-            chain = {"device": self.update_s}
+            read_s = self.gradient * rate.h2d  # over the link, by the update
+            chain = {"device": self.update_s, "parked": self.update_s + read_s}
             yield Row(resource="gpu", stages=OPTIMIZER, base=0.0, residual={}, unit=chain)
 
     def _ssd_totals(self) -> Iterable[Row]:

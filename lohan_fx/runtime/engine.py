@@ -168,6 +168,9 @@ class Engine:
         slots: numbered as in the program's ops.
         emit_order: units in the order in which backward emits their gradients.
         states, updater, lanes, store: shared with the model's other programs.
+
+    Attributes:
+        parked: units on the device whose gradients wait in host memory.
     """
 
     def __init__(
@@ -181,6 +184,7 @@ class Engine:
     ) -> None:
         self.slots = tuple(slots)
         self.emit_order = tuple(emit_order)
+        self.parked: frozenset[int] = frozenset()
         self.states = states
         self.updater = updater
         self.lanes = lanes
@@ -324,7 +328,7 @@ class Engine:
     def emit_gradients(self, gradients: Sequence[Tensor | None], unit: int) -> None:
         assert self.updater is not None
         began = self._pause()
-        self.updater.emit(unit, gradients)
+        self.updater.emit(unit, gradients, parked=unit in self.parked)
         states = self.states.units[unit]
         stall = self.lanes.label("emit_gradients", states.unit.name)
         # a device-resident unit is updated here: that is work, and has its own span

@@ -62,6 +62,24 @@ class GradientOffload:
         arrival = self._arrivals[index] = self._lanes.to_host(pairs, label)
         return views, arrival, None if own else buffer
 
+    def unparked(
+        self, states: UnitStates, gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients that `start` took to the host, as the device reads them: where they are, over
+        the link; or copied back, where the system refused to pin them."""
+        flat = self._flat(states)
+        device = self._lanes.device
+        pinned = device.type == "cpu" or flat.is_pinned()
+        there = on_device(flat, device) if pinned else flat.to(device)
+        views = views_of(there, states.layout.slices)
+        found = [None if g is None else v for g, v in zip(gradients, views, strict=True)]
+        self._lanes.count(h2d_bytes=sum(v.nbytes for v in found if v is not None))
+        return found
+
+    def _flat(self, states: UnitStates) -> Tensor:
+        buffer = self._buffers[states.index]
+        return buffer[: states.unit.compute_bytes].view(states.layout.copy_dtype)
+
     def give_back(self, states: UnitStates, buffer: Tensor) -> None:
         """Let others have a unit's buffer."""
         self._rings[states.tier].release(buffer)
@@ -83,10 +101,8 @@ class GradientOffload:
             indices: of the parameters.
             norms: takes those of the gradients, if they are whole.
         """
-        index = states.index
-        buffer = self._buffers[index]
-        flat = buffer[: states.unit.compute_bytes].view(states.layout.copy_dtype)
-        written = self._written.setdefault(index, {})
+        flat = self._flat(states)
+        written = self._written.setdefault(states.index, {})
         for i, view in enumerate(
             views_of(on_device(flat, self._lanes.device), states.layout.slices)
         ):

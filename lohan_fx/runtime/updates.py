@@ -188,16 +188,16 @@ class Updater:
                 self._accumulation.count += 1
             self.pending = False
 
-    def emit(self, index: int, gradients: Sequence[Tensor | None]) -> None:
+    def emit(self, index: int, gradients: Sequence[Tensor | None], *, parked: bool = False) -> None:
         """Take a unit's gradients: start their copy; on arrival they are added, or the unit is
-        updated."""
+        updated. Those of a unit on the device stay there, unless they are `parked`."""
         states = self._states.units[index]
         norms = self._norms_now
         if self._takes_bounds(states):
             for i, gradient in enumerate(gradients):
                 if gradient is not None:
                     self._norms.bounds.take(states, i, gradient)
-        if states.tier == "device":
+        if states.tier == "device" and not parked:
             if norms is not None:
                 norms.take_all(states, gradients)
             self._arrived(states, list(gradients), None)
@@ -224,7 +224,7 @@ class Updater:
     ) -> None:
         """Add a unit's gradients, or update it, when they are there; or keep them for `finish`.
 
-        Units on the device (without an `arrival`) are served at once.
+        Units on the device are served at once (without an `arrival`, unless they are parked).
         """
         given = UnitGradients(states, gradients, list(states.sums), arrival)
         self._emitted.append((states, [g is not None for g in gradients]))
@@ -544,6 +544,8 @@ class Updater:
             return
         if given.arrival is not None:
             given.arrival.synchronize()
+            if given.states.tier == "device":
+                given.gradients = self._offload.unparked(given.states, given.gradients)
         self._update(given, None)
 
     def sync(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lohan_fx.errors import HardwareError
 from lohan_fx.events import Clock, Process, Signal
-from lohan_fx.footprint import align, host_bytes_needed, ssd_bytes_needed
+from lohan_fx.footprint import align, host_bytes_needed, parked_gradients, ssd_bytes_needed
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import LATE, WHOLE, Plan
 from lohan_fx.program import (
@@ -93,6 +93,7 @@ class _Step:
             self.clock, self.record, hw, chunk_bytes_of(workload, plan, program), rules
         )
         self.warm = warm_start
+        self.parked = parked_gradients(plan)
         self.updates = Updates(self.clock, self.record, hw, self.transfers, workload, plan)
         self.time = 0.0
         self.done = False
@@ -196,7 +197,7 @@ class _Step:
         if not backward:
             self.forward_end = self.time
         if self.plan.schedule in LATE & WHOLE:
-            self._update_on_device("optimizer")
+            yield from self._update_on_device("optimizer")
             self.updates.release()
             yield self.time
 
@@ -279,15 +280,17 @@ class _Step:
 
     def _emit_gradients(self, x: Instruction) -> Process:
         unit = self.workload.unit_by_name[x.name]
-        if x.tier == "device":
+        label = self._label(x, "emit_gradients")
+        if self.updates.tiers[x.name] == "device":
             self._held.append(unit)
-            if self.plan.schedule not in WHOLE:
-                self._update_on_device("backward")
+            if x.name in self.parked:
+                self._arrivals[x.name] = self.transfers.copy("d2h", x.num_bytes, label)
+            elif self.plan.schedule not in WHOLE:
+                yield from self._update_on_device("backward")
             return
         if x.name in self.updates.direct:
             self.updates.emitted(unit, Signal(done=True))
             return
-        label = self._label(x, "emit_gradients")
         if not self.updates.has_own_buffer(unit):
             yield from self._stall(self.updates.rings[x.tier].acquire(), label)
         arrival = self._arrivals[x.name] = self.transfers.copy("d2h", x.num_bytes, label)
@@ -297,16 +300,22 @@ class _Step:
         label = self._label(x, "release_gradients")
         yield from self._stall(self._arrivals.pop(x.name), label)
 
-    def _update_on_device(self, phase: StepPhase) -> None:
+    def _update_on_device(self, phase: StepPhase) -> Process:
         """Updates of device-resident units run between the ops, at device memory bandwidth: all
-        of the states and the copy are read and written, and the gradient read."""
+        of the states and the copy are read and written, and the gradient read; over the link before
+        all that if it is parked."""
         for unit in self._held:
+            if unit.name in self.parked:
+                label = Label(unit.name, "direct_read", phase, unit.block, counts=self.counts)
+                yield self.time
+                yield self.transfers.link("h2d", unit.gradient_bytes, label, by_compute=True)
+                self._work(self.clock.now - self.time, label)
             label = Label(unit.name, "update", phase, unit.block)
             self._work(unit.device_update_bytes / self.hw.device_bytes_per_s, label)
         self._held.clear()
 
     def _join(self) -> Process:
-        self._update_on_device("optimizer")
+        yield from self._update_on_device("optimizer")
         label = Label("optimizer.step", "join", "optimizer", "")
         yield from self._stall_for(self.updates.join(), label)
 

@@ -11,6 +11,7 @@ from lohan_fx.footprint import (
     gradient_ring,
     has_own_buffer,
     host_copies,
+    own_buffers,
     state_ring,
     tiers_of,
     update_write_bytes,
@@ -66,12 +67,11 @@ class Updates:
         self.eager = transfers.rules.eager_reads
         self.tiers = tiers_of(plan)
         self.direct = direct_gradients(plan)
+        self.own = own_buffers(plan)
         self.copies = host_copies(plan)
         units = workload.units
         self.rings = {
-            tier: Ring(
-                clock, gradient_ring(units, self.tiers, plan.schedule, tier, self.direct).count
-            )
+            tier: Ring(clock, gradient_ring(units, self.tiers, plan.schedule, tier, self.own).count)
             for tier in ("host", "ssd")
         }
         self.states = Ring(clock, state_ring(units, self.tiers, plan.schedule, self.copies).count)
@@ -135,7 +135,7 @@ class Updates:
             self._start(unit, arrival)
 
     def has_own_buffer(self, unit: Unit) -> bool:
-        return has_own_buffer(unit, self.tiers[unit.name], self.schedule, self.direct)
+        return has_own_buffer(unit, self.tiers[unit.name], self.schedule, self.own)
 
     def fresh(self, unit: Unit) -> Signal | None:
         """When the unit at rest is what the last step made it; None if it is."""
