@@ -332,10 +332,10 @@ def test_an_exception_in_the_middle(
         target, method = (Updater, "emit") if where == "backward" else (UnitGradients, "add")
         original, calls = getattr(target, method), itertools.count()
 
-        def fail(*args: Any) -> Any:
+        def fail(*args: Any, **how: Any) -> Any:
             if next(calls) == 1:
                 raise InjectedError
-            return original(*args)
+            return original(*args, **how)
 
         def backward_and_sync() -> None:
             backward(made, batch, 11)

@@ -213,10 +213,10 @@ def test_a_backward_that_fails(
     num_units = len(updater_of(made)._states.trained)
     original, calls = Updater.emit, itertools.count()
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **how: Any) -> None:
         if next(calls) == num_units + 1:
             raise InjectedError
-        original(*args)
+        original(*args, **how)
 
     with monkeypatch.context() as patch:
         patch.setattr(Updater, "emit", fail)

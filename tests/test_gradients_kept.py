@@ -466,10 +466,10 @@ def test_a_backward_that_fails(
             target, method = (Updater, "emit") if where == "backward" else (UnitGradients, "add")
             original = getattr(target, method)
 
-            def fail(*args: Any, original: Any = original, calls: Any = calls) -> Any:
+            def fail(*args: Any, original: Any = original, calls: Any = calls, **how: Any) -> Any:
                 if next(calls) == 1:
                     raise InjectedError
-                return original(*args)
+                return original(*args, **how)
 
             patch.setattr(target, method, fail)
             with pytest.raises(InjectedError):

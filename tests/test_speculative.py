@@ -93,13 +93,13 @@ class Watch:
             flip(states)
             self.flips.append(states.unit.name)
 
-        def waiting(updater: Updater, index: int, gradients: Any) -> None:
+        def waiting(updater: Updater, index: int, gradients: Any, **how: Any) -> None:
             trials = updater.trials
             if trials is not None and updater._rank[index] == 1 - len(updater._rank):
                 for trial in trials._open:
                     assert trial.ended._signal.wait(timeout=30)
                     self.early += 1
-            emit(updater, index, gradients)
+            emit(updater, index, gradients, **how)
 
         def tried(updater: Updater, *args: Any) -> None:
             if updater.trials is not None:
@@ -864,11 +864,11 @@ def test_backward_that_fails_after_trials(
     emit, calls = Updater.emit, itertools.count(1)
     last = num_units(both.made)
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **how: Any) -> None:
         if next(calls) == last:
             settled(both.made)
             raise InjectedError
-        emit(*args)
+        emit(*args, **how)
 
     with monkeypatch.context() as patch:
         patch.setattr(Updater, "emit", fail)
