@@ -71,7 +71,8 @@ class _Counts:
         return replace(made[1], notes=(note, *made[1].notes))
 
     def park(self, count: int, most: int) -> tuple[int, int]:
-        """Park gradients of as many units, and have as many more resident, as gains."""
+        """Park gradients of as many units, and have as many more resident, as gains; of no more
+        than that takes, since parked ones cross the link twice."""
         best = count, 0
         while True:
             n = best[0]
@@ -79,8 +80,15 @@ class _Counts:
             around = [(count, k) for count, k in around if k > 0 and count <= most]
             found = min(around, key=lambda key: self.seconds(*key), default=best)
             if self.seconds(*found) > (1 - _MIN_GAIN) * self.seconds(*best):
-                return best
+                break
             best = found
+        count, high = best
+        low = 0  # of so few it is not known, or known to be slower
+        limit = self.seconds(count, high) * (1 + _MIN_GAIN)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.seconds(count, middle) <= limit else (middle, high)
+        return count, high
 
     def _plan(self, count: int, parked: int) -> tuple[float, Plan] | None:
         resident = self.order[:count]
