@@ -348,7 +348,7 @@ class Engine:
         """Compute pauses for an op of ours; None if that is not noted (CUDA, not recorded)."""
         recorder = self.lanes.recorder
         if recorder is not None:
-            return recorder.end_compute()
+            return recorder.end_compute(self.lanes.stream)
         return None if self.lanes.device.type == "cuda" else time.perf_counter()
 
     def _resume(self, began: Stamp | None, stall: Label | None = None) -> None:
@@ -359,7 +359,7 @@ class Engine:
             self.lanes.exposed_s += time.perf_counter() - began
         recorder = self.lanes.recorder
         if recorder is not None:
-            now = recorder.mark()
+            now = recorder.mark(self.lanes.stream)
             if stall is not None:
                 recorder.add("gpu", stall, began, now)
             recorder.begin_compute(now)

@@ -181,7 +181,7 @@ class Lanes:
         def copy() -> None:
             if stream is not None and start is not None:
                 stream.wait_event(start)
-            began = recorder.mark() if recorder is not None else 0.0
+            began = recorder.mark(stream) if recorder is not None else 0.0
             began_s = time.perf_counter()
             while pairs:
                 source, destination = pairs.pop()
@@ -189,7 +189,7 @@ class Lanes:
             if stream is None:
                 lane.busy_s += time.perf_counter() - began_s
             if recorder is not None:
-                recorder.add(link, label, began, recorder.mark(), size)
+                recorder.add(link, label, began, recorder.mark(stream), size)
 
         if stream is not None and (after is None or after.done()):
             if after is not None:

@@ -52,12 +52,13 @@ class Recorder:
         self._base = self.mark()
         self._base_s = time.perf_counter()
 
-    def mark(self) -> Stamp:
-        """Now, on the current stream (on a CPU device: on the host)."""
+    def mark(self, stream: torch.cuda.Stream | None = None) -> Stamp:
+        """Now, on a stream, or on the current one, which torch looks up in Python (on a CPU device:
+        on the host)."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(stream)
         return event
 
     def add(self, lane: Lane, label: Label, start: Stamp, end: Stamp, num_bytes: int = 0) -> None:
@@ -70,9 +71,9 @@ class Recorder:
         """Compute goes on from here, or from `now`: fewer events, less that recording costs."""
         self._segment = self.mark() if now is None else now
 
-    def end_compute(self) -> Stamp:
-        """Compute pauses here, for an op of ours."""
-        now = self.mark()
+    def end_compute(self, stream: torch.cuda.Stream | None = None) -> Stamp:
+        """Compute, on this stream, pauses here, for an op of ours."""
+        now = self.mark(stream)
         if self._segment is not None:
             label = Label("compute", f"segment {self._count}", self.phase)
             self.add("gpu", label, self._segment, now)
