@@ -13,7 +13,7 @@ import torch
 
 from lohan_fx.arguments import check_count, check_flag, check_outputs
 from lohan_fx.compiled.options import Gradients
-from lohan_fx.errors import HardwareError, LohanError
+from lohan_fx.errors import HardwareError, LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SCHEDULES, WAITING, WHOLE, Plan, Schedule
 from lohan_fx.planned import hardware
@@ -115,9 +115,18 @@ def chosen_schedule(
     """The schedule to plan with; "auto" leaves it to the strategy.
 
     Raises:
-        LohanError: the schedule, or the plan's, begins updates before the gradients allow it.
-        PlanError: there is no such strategy.
+        LohanError: the schedule, or the plan's, begins updates before the gradients allow it; the
+            plan has another one.
+        PlanError: there is no such strategy, or schedule.
     """
+    if schedule not in ("auto", *SCHEDULES):
+        known = ", ".join(("auto", *SCHEDULES))
+        raise PlanError(f"schedule {schedule!r} is none of {known}")
+    if plan is not None and schedule not in ("auto", plan.schedule):
+        raise LohanError(
+            f"schedule={schedule!r}, but the plan was made with schedule {plan.schedule!r}: leave "
+            "schedule= out, or make a plan with it"
+        )
     own = getattr(get(strategy), "schedule", None)
     default: Schedule
     allowed = WHOLE
@@ -136,9 +145,11 @@ def chosen_schedule(
     wanted = schedule if plan is None else plan.schedule
     if wanted not in ("auto", *allowed):
         others = " or ".join(repr(s) for s in reversed(SCHEDULES) if s in allowed)
+        use = f"use schedule={others} ('auto' is {default!r} here)"
+        if plan is not None:
+            use = f"the plan has it, so make another one, with schedule={others}"
         raise LohanError(
-            f"schedule {wanted!r} updates units before optimizer.step(), but {why}: use "
-            f"schedule={others} ('auto' is {default!r} here)"
+            f"schedule {wanted!r} updates units before optimizer.step(), but {why}: {use}"
         )
     return default if wanted == "auto" else wanted
 

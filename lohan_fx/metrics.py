@@ -59,7 +59,7 @@ KEYS: dict[str, str] = {
     "gradients had to be clipped (schedule 'speculative'), since the model was compiled",
     "lohan/programs": "programs made and kept, one for each signature of inputs",
     "lohan/late_updates": "unit updates that the last optimizer.step() left to run beside the next "
-    "forward (schedule 'overlapped')",
+    "forward (schedules 'overlapped', 'deferred', 'speculative')",
 }
 """Every key that `model.lohan.metrics()` may have, and what its value is."""
 
@@ -166,7 +166,8 @@ def _memory(
 ) -> dict[str, float | int]:
     arenas: list[Arena | None] = []
     if memory is not None:
-        arenas = [memory.arena, memory.buffer_arena, memory.store.arena, *memory.moved]
+        arenas = [memory.arena, memory.buffer_arena, memory.store.arena]
+        arenas += [*memory.moved, *memory.spares]
     updater = memory.updater if memory is not None else None
     found: dict[str, float | int] = {
         "lohan/planned_device_bytes": max(peaks, default=0),

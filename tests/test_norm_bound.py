@@ -173,6 +173,32 @@ def test_the_same_as_with_all_norms(
     assert made.redone_steps == (limit == "clips")
 
 
+def test_masters_in_half_precision_have_no_bound(late: Late, hw: HardwareProfile) -> None:
+    """Norms are combined in it: what is far below a float32 limit is infinite, and skipped."""
+
+    def trained(schedule: str, scale: float) -> tuple[list[Tensor], nn.Module, CompiledModel]:
+        model, inputs = make("mlp")
+        model = model.half()
+        inputs = {k: v.half() if v.is_floating_point() else v for k, v in inputs.items()}
+        inputs = {k: v.detach() for k, v in inputs.items()}
+        training = training_of("adamw", model)
+        options: dict[str, Any] = {"states": "host", "dtype": None, "accumulate": "manual"}
+        options["skip_nonfinite"] = True
+        made = compiled(model, training.optimizer, hw, schedule=schedule, **options)
+        noted = scaled("mlp", [[scale]], manual=True)(made, training.optimizer, inputs)
+        lohan = made.lohan
+        lohan.close()
+        return noted, model, lohan
+
+    (_, norm), _, _ = trained("deferred", 1.0)
+    scale = 75_000 / float(norm)  # no element of a gradient is infinite
+    _, model, lohan = trained("speculative", scale)
+    _, plain, its = trained("deferred", scale)
+    assert its.skipped_steps == 1
+    assert lohan.skipped_steps == 1
+    assert all(map(identical, model.parameters(), plain.parameters()))
+
+
 @pytest.mark.parametrize("bad", [None, 0, 1])
 def test_a_step_that_is_skipped(bad: int | None, late: Late, hw: HardwareProfile) -> None:
     """With one gradient of the second step not a number: first or last."""

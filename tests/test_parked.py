@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 
-from lohan_fx.errors import LohanError, PlanError
+from lohan_fx.errors import InsufficientMemoryError, PlanError
 from lohan_fx.footprint import has_own_buffer, host_bytes_needed, may_park, parked_gradients
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, UnitPlan
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.planners.random_policy import RandomPolicy
 from lohan_fx.program import lower, residency
+from lohan_fx.runtime.arena import Arena
 from lohan_fx.runtime.gradient_offload import GradientOffload
-from lohan_fx.runtime.updates import Updater
+from lohan_fx.runtime.lane import Ticket
+from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.simulate import simulate
 from lohan_fx.workload import Workload
-from tests.loops import check, compiled, updater_of, windows
+from tests.loops import assert_same, check, compiled, updater_of, windows
 from tests.models import make
 from tests.test_simulate import CHUNK, machine, make_the_plan, make_unit, make_workload, spans
 from tests.training import Squeezed, cpu_hardware, identical, step, training_of
@@ -48,7 +52,9 @@ class Parked:
         names = [u.name for u in workload.units]
         fixed = {n: "device" if i % self.every == 0 else "host" for i, n in enumerate(names)}
         fixed = dict(options.fixed_units or fixed)
-        options = replace(options, states="host", fixed_units=fixed, parked=names * self.parks)  # type: ignore[arg-type]
+        options = replace(
+            options, states="host", fixed_units=fixed, fixed_parked=names * self.parks
+        )  # type: ignore[arg-type]
         plan = Squeezed("swap-all")(workload, hw, budget, options)
         parked = parked_gradients(plan)
         waits = any(may_park(u, fixed[u.name], options.update_schedule) for u in workload.units)  # type: ignore[arg-type]
@@ -178,7 +184,7 @@ def test_programs_of_one_model_may_differ(
     def strategy(w: Workload, hw: HardwareProfile, b: MemoryBudget, o: PlannerOptions) -> Any:
         if next(parks):
             return Parked()(w, hw, b, o)
-        return Squeezed("swap-all")(w, hw, b, o)
+        return Squeezed("swap-all")(w, hw, b, replace(o, fixed_parked=()))
 
     made = compiled(model, training.optimizer, hw, strategy=strategy, clip_grad_norm=NEVER)
     step("mlp", made, inputs, 0, training.step)
@@ -192,28 +198,134 @@ def test_programs_of_one_model_may_differ(
     made.lohan.close()
 
 
-def test_a_failed_update_leaves_the_others_to_try_again(
-    unparked: list[str], hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("schedule", WAITING)
+def test_an_interrupt_while_a_step_waits_for_copies(
+    schedule: Any, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy that fails fails the step, and the next one is right."""
+    """Nothing has been updated by then: the step can be taken once more, and is plain PyTorch's."""
+    plain, inputs = make("mlp")
+    its = training_of("adamw", plain)
+    model, _ = make("mlp")
+    training = training_of("adamw", model)
+    made = compiled(model, training.optimizer, hw, strategy=Parked(), schedule=schedule)
+    calls = itertools.count(1)
+    synchronize = Ticket.synchronize
+
+    def interrupted(ticket: Ticket) -> None:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        synchronize(ticket)
+
+    def twice() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Ticket, "synchronize", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                training.optimizer.step()
+        training.step()
+
+    for seed in range(3):
+        wanted = step("mlp", plain, inputs, seed, its.step)
+        if schedule == "serial" or seed != 1:
+            found = step("mlp", made, inputs, seed, training.step)
+        else:
+            found = step("mlp", made, inputs, seed, twice)
+        assert identical(found.loss, wanted.loss)
+    assert schedule == "serial" or next(calls) > 2
+    assert not updater_of(made).torn
+    made.lohan.close()
+    assert_same(model, training.optimizer, plain, its.optimizer)
+
+
+class Event:
+    """Of a compute stream: which events were waited for, beside what else a log has."""
+
+    log: ClassVar[list[tuple[str, Any]]] = []
+
+    def __init__(self) -> None:
+        self.at = len(self.log)
+
+    def synchronize(self) -> None:
+        self.log.append(("waited", self.at))
+
+    def wait(self, *_: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("how", ["another program", "close"])
+def test_memory_outlives_the_updates_that_read_it(
+    how: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA updates are only queued when optimizer.step() returns: an event that stands behind
+    them is waited for before the memory goes."""
+    Event.log.clear()
+    monkeypatch.setattr(Lanes, "mark", lambda self: Event())
+    unparked, close = GradientOffload.unparked, Arena.close
+
+    def reading(self: GradientOffload, states: Any, gradients: Any) -> Any:
+        Event.log.append(("read", states.unit.name))
+        return unparked(self, states, gradients)
+
+    def closing(self: Arena) -> None:
+        Event.log.append(("closed", id(self)))
+        close(self)
+
+    monkeypatch.setattr(GradientOffload, "unparked", reading)
+    monkeypatch.setattr(Arena, "close", closing)
+    turns = iter([1, None])
+
+    def strategy(w: Workload, hw: HardwareProfile, b: MemoryBudget, o: PlannerOptions) -> Plan:
+        names = [u.name for u in w.units]
+        fixed: Any = dict(o.fixed_units or dict.fromkeys(names, "device"))
+        o = replace(o, states="host", fixed_units=fixed, fixed_parked=names[: next(turns)])
+        return Squeezed("swap-all")(w, hw, b, o)
+
     model, inputs = make("mlp")
     training = training_of("adamw", model)
-    made = compiled(model, training.optimizer, hw, strategy=Parked(), clip_grad_norm=NEVER)
+    options: dict[str, Any] = {"schedule": "deferred", "clip_grad_norm": NEVER}
+    made = compiled(model, training.optimizer, hw, strategy=strategy, **options)
     step("mlp", made, inputs, 0, training.step)
-    with monkeypatch.context() as patch:
+    lohan = made.lohan
+    assert lohan.memory is not None
+    arena = lohan.memory.buffer_arena
+    if how == "another program":
+        made(**{k: v[: len(v) // 2] for k, v in inputs.items()})  # its buffers are larger
+        assert lohan.memory.buffer_arena is not arena
+    else:
+        lohan.close()
+    log = Event.log
+    read = max(i for i, (what, _) in enumerate(log) if what == "read")
+    closed = next(i for i, each in enumerate(log) if i > read and each == ("closed", id(arena)))
+    assert any(what == "waited" and at > read for what, at in log[read:closed])
+    lohan.close()
 
-        def failing(*_: Any) -> Any:
-            raise OSError("no way back")
 
-        patch.setattr(GradientOffload, "unparked", failing)
-        with pytest.raises((OSError, LohanError), match="no way back"):
-            step("mlp", made, inputs, 1, training.step)
-    updater: Updater = updater_of(made)
-    assert not updater.torn
-    unparked.clear()
-    training.optimizer.zero_grad()
-    step("mlp", made, inputs, 2, training.step)
-    assert unparked
+def test_a_smaller_batch_parks_the_same(hw: HardwareProfile) -> None:
+    """The second program has its units where the first one's plan had room for them only as their
+    gradients were parked."""
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8))
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    rates = {"device_bytes_per_s": 1e13, "h2d_bytes_per_s": 1e12, "d2h_bytes_per_s": 1e12}
+    made = compiled(
+        model,
+        optimizer,
+        hw.replace(cpu_optimizer_params_per_s=1e5, duplex_bytes_per_s=2e12, **rates),
+        strategy="lohan-resident",
+        schedule="deferred",
+        memory={"device": "5MiB", "host": "100MiB", "ssd": "0"},
+    )
+    parked = []
+    for batch in (128, 128, 64):
+        made(torch.randn(batch, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        parked.append(parked_gradients(made.plan))
+    assert parked[0]
+    assert parked[0] == parked[1] == parked[2]
+    assert len(made.lohan.programs) == 2
     made.lohan.close()
 
 
@@ -321,6 +433,24 @@ def test_strategies_park_where_that_keeps_a_unit_on_the_device(strategy: str) ->
     assert not parked_gradients(
         make_plan(strategy, workload, hw, budget, PlannerOptions(schedule="overlapped"))
     )
+
+
+@pytest.mark.parametrize("strategy", ["lohan-resident", "pareto"])
+def test_a_budget_that_nothing_fits(strategy: str) -> None:
+    """Is refused, with schedules in which gradients wait as with others."""
+    budget = MemoryBudget(device_bytes=CHUNK, host_bytes=CHUNK, ssd_bytes=0)
+    for schedule in ("overlapped", "deferred"):
+        options = PlannerOptions(schedule=schedule)  # type: ignore[arg-type]
+        with pytest.raises(InsufficientMemoryError):
+            make_plan(strategy, WORKLOAD, machine(), budget, options)
+
+
+@pytest.mark.parametrize("fixed", [(), ("u1",), ("u0", "u1")])
+@pytest.mark.parametrize("strategy", ["lohan-resident", "pareto", "swap-all"])
+def test_what_is_parked_may_be_given(strategy: str, fixed: tuple[str, ...]) -> None:
+    budget = MemoryBudget(device_bytes=2**40, host_bytes=2**40, ssd_bytes=0)
+    options = PlannerOptions(schedule="deferred", states="device", fixed_parked=fixed)
+    assert parked_gradients(make_plan(strategy, WORKLOAD, machine(), budget, options)) == {*fixed}
 
 
 def test_random_plans_park() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -96,6 +97,31 @@ def test_a_plan_can_be_given_to_compile() -> None:
     optimizer.step()
     assert compiled.plan is given  # type: ignore[comparison-overlap]
     compiled.lohan.close()  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"schedule": "serial"}, "the plan was made with schedule 'optimized'"),
+        ({"clip_grad_norm": 1.0}, "the plan has it, so make another one, with schedule="),
+        ({"schedule": "serail", "clip_grad_norm": 1.0}, "'serail' is none of auto, serial"),
+    ],
+)
+def test_a_plan_and_options_that_contradict_it(options: dict[str, Any], why: str) -> None:
+    model, x = made()
+    given = plan(model, x, hw=CPU, strategy="swap-all").plan
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(LohanError, match=re.escape(why)):
+        lohan_fx.compile(model, hw=CPU, optimizer=optimizer, plan=given, **options)
+
+
+def test_a_plan_of_another_model() -> None:
+    model, x = made()
+    given = replace(plan(model, x, hw=CPU, strategy="swap-all").plan, workload="Other")
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = lohan_fx.compile(model, hw=CPU, optimizer=optimizer, plan=given)
+    with pytest.raises(PlanError, match="is of Other, not of"):
+        compiled(x)
 
 
 def test_a_plan_that_was_kept_is_run_without_planning(tmp_path: Path) -> None:

@@ -164,9 +164,17 @@ class Builder:
                 planner,
                 fixed_units={u.unit.name: u.tier for u in memory.states.units},
                 fixed_copies=memory.states.copies,
+                fixed_parked=self._parked(),
             )
         with self.stage("plan"):
             return self.fitting_plan(workload, self.options.hw, planner)
+
+    def _parked(self) -> frozenset[str] | None:
+        """The units whose gradients programs that train park, for which there are buffers; None if
+        no program trains."""
+        programs = self._programs.by_signature.values()
+        plans = [p.plan for p in programs if p.executor.captured.has_backward]
+        return frozenset().union(*map(parked_gradients, plans)) if plans else None
 
     def fitting_plan(
         self, workload: Workload, hw: HardwareProfile, planner: PlannerOptions

@@ -17,14 +17,19 @@ from lohan_fx.workload import Workload
 
 
 def given_plan(options: Options, workload: Workload) -> Plan | None:
-    """The user's plan, if it is for this workload.
+    """The user's plan, if there is one.
 
     Raises:
-        PlanError: it is of another program than the one at hand.
+        PlanError: it is of another model, or program, than the one at hand.
     """
     plan = options.plan
-    if plan is None or plan.workload != workload.name:
+    if plan is None:
         return None
+    if plan.workload != workload.name:
+        raise PlanError(
+            f"the plan given to compile is of {plan.workload}, not of {workload.name}: make one "
+            "for this model, or leave plan= out"
+        )
     try:
         lower(workload, plan)
     except PlanError as error:

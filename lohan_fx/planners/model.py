@@ -245,10 +245,17 @@ class Model:
             option
             for option, (tier, _) in UNIT_OPTIONS.items()
             if wanted in ("auto", tier)
-            and (option != "parked" or may_park(unit, tier, self.schedule))
+            and (tier != "device" or (option == "parked") in self._ways_to_wait(unit))
             and (tier != "ssd" or self.hw.ssds or wanted == "ssd")
             and (tier != "ssd" or (option in COPIED) in ways)
         )
+
+    def _ways_to_wait(self, unit: Unit) -> tuple[bool, ...]:
+        """Whether the gradients of a unit on the device are parked, are not, or may be either."""
+        if not may_park(unit, "device", self.schedule):
+            return (False,)
+        fixed = self.options.fixed_parked
+        return (False, True) if fixed is None else (unit.name in fixed,)
 
     def columns(self) -> Iterable[tuple[int, Group, Option]]:
         """(column, group, option) in order."""

@@ -34,7 +34,8 @@ class PlannerOptions:
             ("states", where it stands for a system that does so).
         fixed_copies: the units whose copies are in host memory, and no others (as `fixed_units`);
             takes precedence over `copies`.
-        parked: device units whose gradients wait in host memory for optimizer.step().
+        fixed_parked: the device units whose gradients are parked, if they may be, and no others (as
+            `fixed_units`).
         cost: which extensions of the cost model count.
         explain: the error of a plan that fits nowhere says what would do, which takes more plans.
         known: finished plans of the same workload: a strategy that searches (`pareto`) begins with
@@ -50,7 +51,7 @@ class PlannerOptions:
     fixed_units: Mapping[str, Tier] | None = None
     copies: Literal["auto", "states", "host"] = "auto"
     fixed_copies: Collection[str] | None = None
-    parked: Collection[str] = ()
+    fixed_parked: Collection[str] | None = None
     cost: CostOptions = field(default_factory=CostOptions)
     explain: bool = True
     known: tuple[Plan, ...] = ()

@@ -79,7 +79,7 @@ class _Counts:
             around = [(n, n // 2), (n + 1, (n + 1) // 2), (n + 1, n)]
             around = [(count, k) for count, k in around if k > 0 and count <= most]
             found = min(around, key=lambda key: self.seconds(*key), default=best)
-            if self.seconds(*found) > (1 - _MIN_GAIN) * self.seconds(*best):
+            if not self.seconds(*found) < (1 - _MIN_GAIN) * self.seconds(*best):  # maybe inf, both
                 break
             best = found
         count, high = best
@@ -95,7 +95,9 @@ class _Counts:
         fixed: dict[str, Tier] = dict.fromkeys(resident, "device")
         fixed.update(self.options.fixed_units or {})
         longest = resident[count - parked :]  # their gradients are made first
-        options = replace(self.options, fixed_units=fixed, parked=longest)
+        options = replace(self.options, fixed_units=fixed)
+        if options.fixed_parked is None:
+            options = replace(options, fixed_parked=longest)
         try:
             plan = Lohan(name=NAME)(self.workload, self.hw, self.budget, options)
         except InsufficientMemoryError as error:
@@ -146,7 +148,8 @@ def plans_around(
     if counts.seconds(best) == math.inf:  # those that fit may lie between those that were tried
         best = min(range(most + 1), key=counts.seconds)
     wanted = [(best, 0)]
-    if any(may_park(u, "device", options.update_schedule) for u in workload.units):
+    may = any(may_park(u, "device", options.update_schedule) for u in workload.units)
+    if may and options.fixed_parked is None:
         wanted.insert(0, counts.park(best, most))
     for k in range(1, distance + 1):
         wanted += [(count, 0) for count in (best + k, best - k) if 0 <= count <= most]

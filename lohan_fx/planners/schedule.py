@@ -306,7 +306,7 @@ def draft(
     tiers.update({v: t for v, t in (choices.swap_tiers or {}).items() if v in tiers})
     sizes = {t: [workload.values[v].num_bytes for v in tiers if tiers[v] == t] for t in TIERS}
     copies = _copies(workload, budget, options, choices, unit_tiers, sizes)
-    parked = {*choices.parked, *options.parked}
+    parked = choices.parked if options.fixed_parked is None else options.fixed_parked
     plan = Plan(
         strategy=strategy,
         workload=workload.name,

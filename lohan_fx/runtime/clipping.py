@@ -22,6 +22,8 @@ from lohan_fx.runtime.unit_states import UnitStates
 
 logger = logging.getLogger("lohan_fx")
 
+_EXACT_ENOUGH = (torch.float32, torch.float64)
+
 _LARGEST = 1e18
 """Norms below it are surely finite when they are combined in float32, which squares them."""
 
@@ -117,8 +119,10 @@ class Bounds:
 
     def take(self, states: UnitStates, i: int, gradient: Tensor) -> None:
         """Take the norm of the last gradient of a unit's parameter `i`, where the gradient is; not
-        if it is rounded on its way to host memory, where its norm may be larger."""
-        if gradient.dtype == states.layout.copy_dtype:
+        if it is rounded on its way to host memory, where its norm may be larger, nor if norms are
+        combined in half precision, which rounds more than `Clipping.keeps` allows for."""
+        layout = states.layout
+        if gradient.dtype == layout.copy_dtype and layout.dtype in _EXACT_ENOUGH:
             self._last[states.positions[i]] = _norm(gradient.detach(), states.layout.dtype)
 
     def sum(self, position: int) -> float | None:

@@ -66,11 +66,12 @@ class GradientOffload:
         self, states: UnitStates, gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Gradients that `start` took to the host, as the device reads them: where they are, over
-        the link; or copied back, where the system refused to pin them."""
+        the link; or copied back, where the system refused to pin them, or the update may read them
+        more than once, as it does not cast them first."""
         flat = self._flat(states)
         device = self._lanes.device
-        pinned = device.type == "cpu" or flat.is_pinned()
-        there = on_device(flat, device) if pinned else flat.to(device)
+        once = states.mixed and flat.is_pinned()
+        there = on_device(flat, device) if once or device.type == "cpu" else flat.to(device)
         views = views_of(there, states.layout.slices)
         found = [None if g is None else v for g, v in zip(gradients, views, strict=True)]
         self._lanes.count(h2d_bytes=sum(v.nbytes for v in found if v is not None))

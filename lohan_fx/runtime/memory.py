@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -73,6 +74,7 @@ class Memory:
             arena.register(region.offset, region.num_bytes)
         self.connected = False
         if self.buffer_arena is not None:
+            self._settle_compute()
             self.buffer_arena.close()
         self.buffer_arena, self.regions, self.buffers = arena, regions, merged
         if "staging" in merged:
@@ -101,14 +103,19 @@ class Memory:
         if not self.spares:
             return
         self.lanes.drain()
-        reached = self.lanes.mark()  # a forward may still read units where they lie
-        if reached is not None:
-            reached.synchronize()
+        self._settle_compute()
         for states in self.states.units:
             states.drop_spare()
         for arena in self.spares:
             arena.close()
         self.spares = []
+
+    def _settle_compute(self) -> None:
+        """Wait for what compute has been given: a forward may still read units where they lie, an
+        update parked gradients."""
+        reached = self.lanes.mark()
+        if reached is not None:
+            reached.synchronize()
 
     def ring(self, name: str) -> BufferRing | None:
         """A new ring over the buffers of that name."""
@@ -139,6 +146,8 @@ class Memory:
         if self.updater is not None:
             self.updater.abort()
             self.updater.close()
+        with suppress(RuntimeError):  # a device that has failed reads nothing any more
+            self._settle_compute()
         self.lanes.close()
         self.store.close()
         if self.file is not None:

@@ -68,7 +68,7 @@ class Updater:
         accumulation: which backwards end a step.
         clipping: what happens to whole gradients before they are used.
         gradient_rings: unit tier → ring of host buffers that receive gradients in turn.
-        gradient_buffers: unit index → buffer of its own ("serial", and direct gradients).
+        gradient_buffers: unit index → buffer of its own (`footprint.has_own_buffer`).
         state_ring: host buffers for units on SSD.
 
     Attributes:
@@ -460,6 +460,9 @@ class Updater:
         if self.schedule == "serial":
             self._held = [*here, *away]  # `join` does it
             return
+        for given in here:  # before anything has changed: a copy may fail, or be interrupted
+            if given.arrival is not None:
+                given.arrival.synchronize()
         try:
             for given in here:
                 self._update_once(given)
@@ -546,6 +549,7 @@ class Updater:
             given.arrival.synchronize()
             if given.states.tier == "device":
                 given.gradients = self._offload.unparked(given.states, given.gradients)
+                given.arrival = None
         self._update(given, None)
 
     def sync(self) -> None:
