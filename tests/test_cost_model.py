@@ -161,7 +161,7 @@ def test_swapped_bytes_beyond_host_memory_go_to_ssd(available: int, on_ssd: int)
     assert demand.swapped_ssd_bytes == on_ssd
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     workload=workloads(),
     flops=st.floats(1e6, 1e14),
@@ -203,7 +203,7 @@ def test_t_iter_is_convex_in_swapped_bytes(
         assert lower <= higher + 1e-9 * scale
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(workload=workloads(), order=st.randoms(use_true_random=False))
 def test_cached_recompute_cost_is_the_exact_one(workload: Workload, order: Any) -> None:
     base = set(must_save(workload) | workload.inter_block)
@@ -227,7 +227,7 @@ def test_cached_recompute_cost_is_the_exact_one(workload: Workload, order: Any) 
     assert cost.flops == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(workload=workloads(), host=st.integers(0, 200_000), rate=st.floats(1e8, 1e12))
 def test_search_takes_the_least_time_it_saw(workload: Workload, host: int, rate: float) -> None:
     hw = small_hardware(h2d_bytes_per_s=rate, d2h_bytes_per_s=rate)

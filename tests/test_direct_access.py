@@ -71,7 +71,7 @@ class DirectLiveness(Liveness):
         return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(workload=workloads(), seed=st.integers(0, 9999), schedule=st.sampled_from(SCHEDULES))
 def test_residency_equals_brute_force(workload: Workload, seed: int, schedule: Any) -> None:
     options = PlannerOptions(schedule=schedule)
@@ -80,7 +80,7 @@ def test_residency_equals_brute_force(workload: Workload, seed: int, schedule: A
     assert residency(lower(workload, plan)).peak_bytes == DirectLiveness(workload, plan).peak()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(workload=workloads(), seed=st.integers(0, 9999))
 def test_direct_reads_have_a_view_and_no_device_memory(workload: Workload, seed: int) -> None:
     choices = random_choices(workload, seed)

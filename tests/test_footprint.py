@@ -116,7 +116,7 @@ def test_copies_in_host_memory_leave_ring_staging_and_file() -> None:
     assert unit_bytes(UNITS[2], copy=False) == 18 * K
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(workload=workloads(), seed=st.integers(0, 99), schedule=st.sampled_from(SCHEDULES))
 def test_plans_add_up(workload: Workload, seed: int, schedule: Any) -> None:
     options = PlannerOptions(schedule=schedule, copies="host")

@@ -589,7 +589,7 @@ class States:
         self.layout = Layout(copy_dtype)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.sampled_from(["sum", "last", "both", "exact", "none"]), min_size=1, max_size=5),
     st.integers(0, 2**31),

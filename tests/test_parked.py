@@ -76,9 +76,15 @@ def unparked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("norm", [NEVER, ALWAYS])
-@pytest.mark.parametrize("schedule", WAITING)
+@pytest.mark.parametrize(
+    ("schedule", "norm", "every"),
+    [
+        ("serial", ALWAYS, 2),
+        ("deferred", NEVER, 1),
+        ("speculative", NEVER, 2),
+        ("speculative", ALWAYS, 1),
+    ],
+)
 def test_a_step_is_plain_pytorchs(
     schedule: Any,
     norm: float,
@@ -94,7 +100,10 @@ def test_a_step_is_plain_pytorchs(
     assert len(unparked) == 3 * len(set(unparked))
 
 
-@pytest.mark.parametrize("name", ["tied", "frozen", "shared", "resnet", "t5"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("shared", "resnet", "t5")]
+
+
+@pytest.mark.parametrize("name", ["tied", "frozen", *SLOW])
 def test_architectures(
     name: str, unparked: list[str], hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,7 +79,7 @@ def check(workload: Workload, plan: Plan, limit: MemoryBudget) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workload=workloads(), options=every_option, tightness=st.floats(0, 1.3))
 def test_any_plan_fits_and_equals_its_prediction(
     strategy: str, workload: Workload, options: PlannerOptions, tightness: float
@@ -98,7 +98,7 @@ def test_any_plan_fits_and_equals_its_prediction(
     check(workload, plan, limit)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     workload=workloads(),
     options=every_option,
@@ -124,7 +124,7 @@ def test_small_tiers_fail_by_name_or_fit(
             check(workload, plan, limit)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(workload=workloads(), seed=st.integers(0, 99), states=st.sampled_from(("device", "host")))
 def test_swap_all_has_the_smallest_peak(workload: Workload, seed: int, states: str) -> None:
     options = PlannerOptions(states=states)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def test_swap_all_has_the_smallest_peak(workload: Workload, seed: int, states: s
     assert smallest_peak(workload, options, tiers) <= made.memory.peak_bytes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(workload=workloads(), strategy=st.sampled_from(STRATEGIES), part=st.floats(0, 1))
 def test_more_device_memory_never_makes_a_plan_infeasible(
     workload: Workload, strategy: str, part: float
@@ -208,7 +208,7 @@ def test_tiny_residuals_are_kept() -> None:
     assert {v for v, r in plan.residuals.items() if r.action == "keep"} == tiny
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(workload=workloads())
 def test_must_save_is_what_full_recomputation_needs(workload: Workload) -> None:
     saved = must_save(workload)
@@ -617,7 +617,7 @@ def test_golden_plans(strategy: str, request: pytest.FixtureRequest) -> None:
     assert path.read_text(encoding="utf-8") == text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     layers=st.integers(26, 34),
     seconds=st.one_of(

@@ -139,7 +139,7 @@ def damaged(draw: st.DrawFn, good: Mapping[str, Any]) -> str:
 
 
 many = settings(
-    max_examples=150,
+    max_examples=75,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -287,7 +287,7 @@ def test_a_damaged_description_of_a_checkpoint(
     """It changes nothing, or all of it is loaded."""
     file = described(tmp_path / "c")
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=50, deadline=None)
     @given(text=damaged(json.loads(file.read_text())))
     def check(text: str) -> None:
         file.write_text(text)

@@ -57,7 +57,7 @@ def test_a_block_that_stays_whole_keeps_its_name() -> None:
     assert split_regions(w, actions_of(w, swapped)) == {"h1.a_gelu": "h1"}
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(workloads(), st.data())
 def test_splitting_costs_little_and_plans_stay_legal(w: Workload, data: st.DataObject) -> None:
     saved = must_save(w)

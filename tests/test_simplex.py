@@ -68,7 +68,7 @@ def test_totals_in_other_units_than_their_rows(seed: int) -> None:
         assert found.value == pytest.approx(wanted.value)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), tight=st.sampled_from((0.3, 0.45, 0.8)))
 def test_optimal_or_infeasible(seed: int, tight: float) -> None:
     p = random_program(seed, tight=tight)
@@ -99,7 +99,7 @@ def by_highs(p: ChoiceProgram) -> float | None:
     return float(highs.getObjectiveValue()) if optimal else None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), prices=st.integers(0, 2**32 - 1))
 def test_any_prices_give_a_lower_bound(seed: int, prices: int) -> None:
     p = random_program(seed, tight=0.8)

@@ -484,7 +484,7 @@ def plan_for(strategy: str, workload: Workload, options: PlannerOptions, tight: 
         return make_plan("swap-all", workload, hw, budget(), options)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     workload=workloads(),
     options=every_option,
@@ -544,7 +544,7 @@ def test_invariants(
 RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", "cpu_optimizer_params_per_s", "device_bytes_per_s")
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     workload=workloads(),
     schedule=st.sampled_from(SCHEDULES),

@@ -178,7 +178,7 @@ class FailingTransfers(Failing):
 
 
 @given(data=st.data(), num_files=st.integers(1, 3), stripe=st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_size_round_trips(
     runs: dict[int, RunDirectory],
     pool: IoPool,

@@ -142,7 +142,7 @@ def slow_hardware(**changes: float) -> HardwareProfile:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     workload=workloads(),
     options=st.builds(
@@ -171,7 +171,7 @@ def test_any_plan_fits_and_equals_its_prediction(
     assert plan == make_plan(strategy, workload, HW, limit, options)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     workload=workloads(),
     host=st.integers(0, 400_000),
@@ -337,7 +337,7 @@ def test_flashneuron_offloads_the_first_until_the_rest_fits() -> None:
     assert {plan.residuals[v].tier for v in of(plan, "swap")} == {"ssd"}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(workload=workloads(), part=st.floats(0, 1))
 def test_flashneuron_offloads_no_more_than_it_must(workload: Workload, part: float) -> None:
     full = make_plan("flashneuron", workload, HW, budget()).prediction.peak_device_bytes
@@ -641,7 +641,7 @@ def test_chen_segments_on_a_chain() -> None:
     assert plan.prediction.peak_device_bytes == 40  # two checkpoints below r8, a segment of two
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(workload=workloads())
 def test_articulation_points_cut_the_graph(workload: Workload) -> None:
     """Without the value, no op after its producer can be reached from one before."""
@@ -782,7 +782,7 @@ def test_gradient_dp_by_hand() -> None:
     assert most_time_won([0, 1], [0.0, 1.0], 0) == set()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     items=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6),
     room=st.integers(-1, 30),

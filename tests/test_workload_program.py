@@ -163,14 +163,14 @@ class Liveness:
         )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(workload=workloads(), seed=st.integers(0, 9999), schedule=st.sampled_from(SCHEDULES))
 def test_residency_equals_brute_force(workload: Workload, seed: int, schedule: Any) -> None:
     plan = random_plan(workload, seed, schedule)
     assert residency(lower(workload, plan)).peak_bytes == Liveness(workload, plan).peak()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(workload=workloads(), seed=st.integers(0, 9999))
 def test_nothing_is_read_before_it_exists_or_after_it_died(workload: Workload, seed: int) -> None:
     program = lower(workload, random_plan(workload, seed))
@@ -202,7 +202,7 @@ def groups(program: Program) -> list[list[str]]:
     return found
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(workload=workloads(), seed=st.integers(0, 9999))
 def test_canonical_order(workload: Workload, seed: int) -> None:
     plan = random_plan(workload, seed)
@@ -222,7 +222,7 @@ def test_canonical_order(workload: Workload, seed: int) -> None:
     assert counts["emit_gradients"] == sum(unit.trainable for unit in workload.units)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(workload=workloads(), seed=st.integers(0, 9999))
 def test_a_unit_is_fetched_from_where_its_copy_is(workload: Workload, seed: int) -> None:
     plan = random_plan(workload, seed)
