@@ -107,9 +107,13 @@ class Liveness:
     def _kept_gradients(self) -> set[str]:
         if self.plan.schedule not in WHOLE:
             return set()
-        return {
-            g for u in self.w.units if self.plan.units[u.name].tier == "device" for g in u.gradients
-        }
+        plans = self.plan.units
+        kept = [
+            u
+            for u in self.w.units
+            if plans[u.name].tier == "device" and plans[u.name].gradients != "parked"
+        ]
+        return {g for u in kept for g in u.gradients}
 
     def _regions(self) -> None:
         for region in self.regions:
