@@ -23,8 +23,10 @@ from lohan_fx.api import LohanModule
 from lohan_fx.compiled.model import CompiledModel
 from lohan_fx.errors import StepError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.runtime import sums
 from lohan_fx.runtime.clipping import Clipping, Norms
 from lohan_fx.runtime.native import adam
+from lohan_fx.runtime.native.adam import Addend
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.unit_updates import UnitUpdates
 from lohan_fx.runtime.updates import Updater
@@ -299,6 +301,34 @@ def test_sums_that_were_reset_in_the_middle(late: Late, hw: HardwareProfile) -> 
     sides = [run(s, loop, hw, accumulate=2)[0] for s in ("deferred", "speculative")]
     assert_alike(*sides)
     assert [enough for _, enough in late.bounds] == [True, False]
+
+
+@pytest.mark.parametrize(("accumulate", "squared"), [(4, 1), ("manual", 3), (2, 1)])
+def test_only_sums_that_may_be_the_last_but_one_are_squared(
+    accumulate: int | str,
+    squared: int,
+    late: Late,
+    hw: HardwareProfile,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Squares take an addition longer, and those of other sums bound nothing."""
+    size = accumulate if isinstance(accumulate, int) else 4
+    asked: list[bool] = []
+    add = sums.add
+
+    def noted(addends: Sequence[Addend], *, squared: bool = False) -> list[float | None]:
+        asked.append(squared)
+        return add(addends, squared=squared)
+
+    monkeypatch.setattr(sums, "add", noted)
+    loop = scaled("mlp", [[1.0] * size] * 2, manual=accumulate == "manual")
+    found, made = run("speculative", loop, hw, accumulate=accumulate)
+    assert [enough for _, enough in late.bounds] == [True, True]
+    per_backward = len(asked) / (2 * (size - 1))
+    assert sum(asked) / 2 == squared * per_backward
+    assert made.redone_steps == 0
+    wanted, _ = run("deferred", loop, hw, accumulate=accumulate)
+    assert_alike(found, wanted)
 
 
 # -- nothing is waited for -----------------------------------------------------------------------
@@ -602,7 +632,7 @@ def test_the_norm_is_never_above_the_bound(
     random = torch.Generator().manual_seed(seed)
     norms, states = Norms(in_passing=True), States(len(kinds), dtype)
     exact = Norms(in_passing=True)
-    norms.begin(wanted=True)
+    norms.begin(wanted=True, next_may_end=False)
     last: list[Tensor | None] = []
     sums: list[bool] = []
     for i, kind in enumerate(kinds):
@@ -642,7 +672,7 @@ def test_what_is_not_known_is_no_bound() -> None:
     assert norms.bound(parts) == math.inf
     norms.bounds.take(states, 0, torch.ones(3))  # type: ignore[arg-type]
     assert norms.bound(parts) == pytest.approx(2 * math.sqrt(3))
-    norms.begin(wanted=True)
+    norms.begin(wanted=True, next_may_end=False)
     norms.bounds.take(states, 0, torch.ones(3).double())  # type: ignore[arg-type]
     assert norms.bound(parts) == math.inf  # it is rounded on its way
     norms.bounds.take(states, 0, torch.ones(3))  # type: ignore[arg-type]

@@ -39,3 +39,7 @@ class Accumulation:
         if self.kept or self.waiting():
             return False
         return not self.more if self.limit is None else self.count + 1 >= self.limit
+
+    def next_may_end(self) -> bool:
+        """Whether the backward after the one that begins may be the step's last."""
+        return self.limit is None or self.count + 2 >= self.limit

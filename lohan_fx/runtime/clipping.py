@@ -94,15 +94,17 @@ class Bounds:
 
     Attributes:
         wanted: somebody will ask.
+        of_sums: norms of the sums that are made now are wanted: what is added next may be the last.
     """
 
     def __init__(self) -> None:
-        self.wanted = False
+        self.wanted = self.of_sums = False
         self._sums: dict[int, float] = {}
         self._last: dict[int, Tensor] = {}
 
-    def begin(self) -> None:
-        """Backward begins: other gradients will be the last."""
+    def begin(self, *, next_may_end: bool) -> None:
+        """Backward begins: other gradients will be the last, perhaps those of the next one."""
+        self.of_sums = self.wanted and next_may_end
         self._last.clear()
 
     def clear(self) -> None:
@@ -155,10 +157,10 @@ class Norms:
         self.bounds = Bounds()
         self._found: dict[int, Tensor] = {}
 
-    def begin(self, *, wanted: bool) -> None:
-        """Backward begins."""
+    def begin(self, *, wanted: bool, next_may_end: bool) -> None:
+        """Backward begins; the one after it may be the step's last."""
         self.wanted = wanted
-        self.bounds.begin()
+        self.bounds.begin(next_may_end=next_may_end)
         self._found.clear()
 
     def take(self, states: UnitStates, i: int, gradient: Tensor) -> None:

@@ -42,7 +42,7 @@ class UnitGradients:
         """Add gradients to the sums that there are; the others begin with them. There are only sums
         then: a second call does nothing."""
         addends = self._addends(flats)
-        squared = norms.in_passing and (norms.wanted or norms.bounds.wanted)
+        squared = norms.in_passing and (norms.wanted or norms.bounds.of_sums)
         squares = sums.add(list(addends.values()), squared=squared)
         for i, value in zip(addends, squares, strict=True):
             norms.bounds.note_sum(self.states, i, value)

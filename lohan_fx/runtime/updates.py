@@ -150,7 +150,8 @@ class Updater:
         self.pending = True
         self._stopped = None
         self._last = accumulation.ends()
-        self._norms.begin(wanted=self._last and self._clipping.needs_norms)
+        wanted = self._last and self._clipping.needs_norms
+        self._norms.begin(wanted=wanted, next_may_end=accumulation.next_may_end())
         sums = frozenset(s.index for s in self._states.trained if any(s.sums))
         self._pipeline.expect(sums if self._adds_up else None)
         if self.trials is not None:
