@@ -18,6 +18,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 import lohan_fx
+from lohan_fx import footprint
 from lohan_fx.api import LohanModule
 from lohan_fx.bounds import step_bound
 from lohan_fx.errors import (
@@ -31,7 +32,7 @@ from lohan_fx.errors import (
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.model_arguments import num_states
 from lohan_fx.models import family_of, is_known, named, names
-from lohan_fx.plan import Plan
+from lohan_fx.plan import TIERS, Plan
 from lohan_fx.planned import Planned, retimed
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.planning import next_batch
@@ -95,7 +96,7 @@ def test_a_plan_can_be_given_to_compile() -> None:
     compiled = lohan_fx.compile(model, hw=CPU, optimizer=optimizer, plan=given)
     compiled(x).backward()
     optimizer.step()
-    assert compiled.plan is given  # type: ignore[comparison-overlap]
+    assert compiled.plan == given  # type: ignore[comparison-overlap]
     compiled.lohan.close()  # type: ignore[union-attr, operator]
 
 
@@ -122,6 +123,48 @@ def test_a_plan_of_another_model() -> None:
     compiled = lohan_fx.compile(model, hw=CPU, optimizer=optimizer, plan=given)
     with pytest.raises(PlanError, match="is of Other, not of"):
         compiled(x)
+
+
+@pytest.mark.parametrize(("tier", "forwards"), [("device", 1), ("host", 1), ("host", 2)])
+def test_a_plan_over_budget(tier: str, forwards: int) -> None:
+    """A plan is held to the memory that compile may use, for all forwards that may wait at once."""
+    model, x = made()
+    found = plan(model, x, hw=CPU, strategy="swap-all", accumulates=forwards > 1)
+    need = found.plan.prediction
+    slots = sum(size for _, size in footprint.host_slots(found.workload, found.plan).values())
+    assert slots > 0
+    needed = getattr(need, f"peak_{tier}_bytes") + (forwards - 1) * slots
+    for short in (0, 1):
+        optimizer = torch.optim.AdamW(model.parameters())
+        compiled = lohan_fx.compile(
+            model,
+            hw=CPU,
+            optimizer=optimizer,
+            plan=found.plan,
+            forwards=forwards,
+            memory={tier: needed - short},
+        )
+        assert isinstance(compiled, LohanModule)
+        if short:
+            with pytest.raises(InsufficientMemoryError, match="the plan given to compile") as error:
+                compiled.lohan.prepare(x)
+            assert (error.value.tier, error.value.need_bytes) == (tier, needed)
+        else:
+            compiled.lohan.prepare(x)
+        compiled.lohan.close()
+
+
+def test_a_given_plan_has_the_peaks_of_what_runs() -> None:
+    """Not those that its file says, of another optimizer or version."""
+    model, x = made()
+    given = plan(model, x, hw=CPU, strategy="swap-all").plan
+    peaks = {f"peak_{tier}_bytes": 1 for tier in TIERS}
+    old = replace(given, prediction=replace(given.prediction, **peaks))
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = lohan_fx.compile(model, hw=CPU, optimizer=optimizer, plan=old)
+    assert isinstance(compiled, LohanModule)
+    assert compiled.lohan.prepare(x).plan == given
+    compiled.lohan.close()
 
 
 def test_a_plan_that_was_kept_is_run_without_planning(tmp_path: Path) -> None:
@@ -594,6 +637,7 @@ def test_175b_in_30_seconds_and_4_gib() -> None:
 import resource, time
 start = time.perf_counter()
 import lohan_fx
+from lohan_fx import footprint
 found = lohan_fx.plan("gpt-175b", hw="rtx4090-12xp5510", batch=16)
 assert found.step_s > 0
 use = resource.getrusage(resource.RUSAGE_SELF)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ import lohan_fx
 from lohan_fx import footprint
 from lohan_fx.api import LohanModule
 from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError
-from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import UnitPlan
-from lohan_fx.planners import PlannerOptions, make_plan
+from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.plan import Action, Plan, Tier, UnitPlan
+from lohan_fx.planners import Choices, PlannerOptions, finish, make_plan
 from lohan_fx.program import lower
 from lohan_fx.runtime.clipping import Clipping
 from lohan_fx.runtime.lane import RankedLane, Ticket
@@ -1244,6 +1245,38 @@ def test_without_room_it_is_deferred(hw: HardwareProfile, monkeypatch: pytest.Mo
     made = prepared(skip_nonfinite=True, memory={**room, "host": sum(need.values())})
     assert made.plan.schedule == "speculative"
     made.lohan.close()
+
+
+@pytest.mark.parametrize("faster", ["speculative", "deferred"])
+def test_where_units_are_on_ssds_the_faster_plan_counts(faster: str, hw: HardwareProfile) -> None:
+    """Second copies may have driven them there, or the strategy wanted them there anyway."""
+
+    def strategy(
+        workload: Workload, hw: HardwareProfile, budget: MemoryBudget, options: PlannerOptions
+    ) -> Plan:
+        tiers: dict[str, Tier] = {u.name: "host" for u in workload.units}
+        tiers[workload.units[0].name] = "ssd"
+        actions: dict[str, Action] = dict.fromkeys(workload.residuals, "keep")
+        choices = Choices(actions=actions, unit_tiers=tiers)
+        made = finish(workload, hw, budget, options, choices, "one on SSD")
+        step_s = 1.0 if made.schedule == faster else 2.0
+        return replace(made, prediction=replace(made.prediction, step_s=step_s))
+
+    model, inputs = make("mlp")
+    training = training_of("adam", model)
+    made = compiled(model, training.optimizer, hw, strategy=strategy, clip_grad_norm=NEVER)
+    for _ in range(2):
+        found = step(made, training, inputs)
+    assert made.plan.schedule == faster
+    evaluate("mlp", made, inputs)  # another program, of the same schedule
+    assert updater_of(made).schedule == faster
+    made.lohan.close()
+    plain, inputs = make("mlp")
+    its = training_of("adam", plain)
+    for _ in range(2):
+        wanted = step(plain, its, inputs)
+    assert identical(found, wanted)
+    assert_same(model, training.optimizer, plain, its.optimizer)
 
 
 def held_bytes(model: LohanModule) -> int:

@@ -9,7 +9,7 @@ from lohan_fx import footprint
 from lohan_fx.compiled.options import Options
 from lohan_fx.errors import InsufficientMemoryError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import Plan
+from lohan_fx.plan import Plan, Schedule, Tier
 from lohan_fx.planners import make_plan
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.program import lower, residency, waiting_bytes
@@ -17,10 +17,11 @@ from lohan_fx.workload import Workload
 
 
 def given_plan(options: Options, workload: Workload) -> Plan | None:
-    """The user's plan, if there is one.
+    """The user's plan, if there is one. Its predicted peaks are those that it has here.
 
     Raises:
         PlanError: it is of another model, or program, than the one at hand.
+        InsufficientMemoryError: it does not fit the budget.
     """
     plan = options.plan
     if plan is None:
@@ -31,7 +32,7 @@ def given_plan(options: Options, workload: Workload) -> Plan | None:
             "for this model, or leave plan= out"
         )
     try:
-        lower(workload, plan)
+        need = _need(workload, plan)
     except PlanError as error:
         raise PlanError(
             f"the plan given to compile is of another program: {error}. It must have been made "
@@ -39,7 +40,37 @@ def given_plan(options: Options, workload: Workload) -> Plan | None:
             f"loss_chunk_bytes={options.loss_chunk_bytes} (lohan_fx.plan plans for "
             "fused=False)"
         ) from error
-    return plan
+    others = options.forwards - 1
+    for tier, (peak, waiting) in need.items():
+        whole, have = peak + others * waiting, getattr(options.budget, f"{tier}_bytes")
+        if whole > have:
+            raise InsufficientMemoryError(
+                tier,
+                whole,
+                have,
+                where="the whole step, by the plan given to compile",
+                advice="Give compile the memory= that it was made for, or make a plan for this "
+                "one: leave plan= out.",
+            )
+    prediction = dataclasses.replace(
+        plan.prediction,
+        peak_device_bytes=need["device"][0],
+        peak_host_bytes=need["host"][0],
+        peak_ssd_bytes=need["ssd"][0],
+    )
+    return dataclasses.replace(plan, prediction=prediction)
+
+
+def _need(workload: Workload, plan: Plan) -> dict[Tier, tuple[int, int]]:
+    """Bytes of every tier: at the peak of a step, and for what one more waiting forward holds."""
+    program = lower(workload, plan)
+    host = footprint.host_bytes_needed(workload, plan)
+    ssd = footprint.ssd_bytes_needed(workload, plan)
+    return {
+        "device": (residency(program).peak_bytes, waiting_bytes(program)),
+        "host": (sum(host.values()), host["residuals"]),
+        "ssd": (sum(ssd.values()), ssd["residuals"]),
+    }
 
 
 def fitting_plan(
@@ -48,7 +79,7 @@ def fitting_plan(
     hw: HardwareProfile,
     planner: PlannerOptions,
     *,
-    deferred: bool,
+    settled: Schedule | None,
 ) -> Plan:
     """A plan that leaves room for what the other forwards hold that wait at once.
 
@@ -57,7 +88,7 @@ def fitting_plan(
         workload: what is planned.
         hw: the profile that seconds come from.
         planner: what is fixed or wished about tiers and schedule.
-        deferred: a program that shares the memory has no room for second copies.
+        settled: the schedule of programs that share the memory, if there are any.
 
     Raises:
         InsufficientMemoryError: there is none.
@@ -66,41 +97,30 @@ def fitting_plan(
     others = options.forwards - 1
     budget = options.budget
     while True:
-        plan = _plan_once(options, workload, hw, budget, planner, deferred=deferred)
+        plan = _plan_once(options, workload, hw, budget, planner, settled)
         if not others:
             return plan
-        program = lower(workload, plan)
-        host = footprint.host_bytes_needed(workload, plan)
-        ssd = footprint.ssd_bytes_needed(workload, plan)
-        waiting = {
-            "device_bytes": waiting_bytes(program),
-            "host_bytes": host["residuals"],
-            "ssd_bytes": ssd["residuals"],
-        }
-        peaks = {
-            "device_bytes": residency(program).peak_bytes,
-            "host_bytes": sum(host.values()),
-            "ssd_bytes": sum(ssd.values()),
-        }
-        less = {
-            tier: size
-            for tier, peak in peaks.items()
-            if peak + others * waiting[tier] > getattr(options.budget, tier)
-            and (size := getattr(options.budget, tier) - others * waiting[tier])
-            < getattr(budget, tier)
-        }
+        less = {}
+        for tier, (peak, waiting) in _need(workload, plan).items():
+            have = getattr(options.budget, f"{tier}_bytes")
+            left = have - others * waiting
+            if peak > left and left < getattr(budget, f"{tier}_bytes"):
+                less[tier] = left
         if not less:
             return plan
         tier = min(less, key=less.__getitem__)
         if less[tier] < 0:
+            have = getattr(options.budget, f"{tier}_bytes")
             raise InsufficientMemoryError(
-                tier.removesuffix("_bytes"),
-                others * waiting[tier],
-                getattr(options.budget, tier),
+                tier,
+                have - less[tier],
+                have,
                 where="what waiting forwards hold",
                 advice=f"give more memory, or a smaller forwards= than {options.forwards}",
             )
-        budget = dataclasses.replace(budget, **less)
+        budget = dataclasses.replace(
+            budget, **{f"{tier}_bytes": left for tier, left in less.items()}
+        )
 
 
 def _plan_once(
@@ -109,18 +129,26 @@ def _plan_once(
     hw: HardwareProfile,
     budget: MemoryBudget,
     planner: PlannerOptions,
-    *,
-    deferred: bool,
+    settled: Schedule | None,
 ) -> Plan:
-    """A plan; with late updates if early ones into second copies have no room in host memory,
-    or drive units to the SSD, or had none for another program: they share it."""
+    """A plan; with late updates if early ones into second copies have no room in host memory, or
+    had none for another program. Where such copies drive units to the SSD, the plan that is
+    predicted to be faster."""
     if not options.may_defer or planner.states == "ssd":
         return make_plan(options.strategy, workload, hw, budget, planner)
-    if not deferred:
+    early = None
+    if settled != "deferred":
         with suppress(InsufficientMemoryError):
-            early = dataclasses.replace(planner, explain=False)
-            plan = make_plan(options.strategy, workload, hw, budget, early)
-            if all(unit.tier != "ssd" for unit in plan.units.values()):
-                return plan
-    late = dataclasses.replace(planner, schedule="deferred")
-    return make_plan(options.strategy, workload, hw, budget, late)
+            brief = dataclasses.replace(planner, explain=False)
+            early = make_plan(options.strategy, workload, hw, budget, brief)
+    on_ssd = early is not None and any(unit.tier == "ssd" for unit in early.units.values())
+    if early is not None and (settled is not None or not on_ssd):
+        return early
+    late = dataclasses.replace(planner, schedule="deferred", explain=early is None)
+    try:
+        plan = make_plan(options.strategy, workload, hw, budget, late)
+    except InsufficientMemoryError:
+        if early is None:
+            raise
+        return early
+    return plan if early is None else min(plan, early, key=lambda p: p.prediction.step_s)
