@@ -12,10 +12,15 @@ import torch
 from torch import nn
 
 from lohan_fx.errors import InsufficientMemoryError, PlanError
-from lohan_fx.footprint import has_own_buffer, host_bytes_needed, may_park, parked_gradients
+from lohan_fx.footprint import (
+    has_own_buffer,
+    host_bytes_needed,
+    may_park,
+    parked_gradients,
+)
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import Plan, UnitPlan
-from lohan_fx.planners import PlannerOptions, make_plan
+from lohan_fx.plan import Action, Plan, Tier, UnitPlan
+from lohan_fx.planners import Choices, PlannerOptions, make_plan
 from lohan_fx.planners.random_policy import RandomPolicy
 from lohan_fx.program import lower, residency
 from lohan_fx.runtime.arena import Arena
@@ -28,7 +33,7 @@ from tests.loops import assert_same, check, compiled, updater_of, windows
 from tests.models import make
 from tests.test_simulate import CHUNK, machine, make_the_plan, make_unit, make_workload, spans
 from tests.training import Squeezed, cpu_hardware, identical, step, training_of
-from tests.workloads import small_hardware
+from tests.workloads import gpt_workload, small_hardware
 
 NEVER, ALWAYS = 1e9, 1e-2
 WAITING = ("serial", "deferred", "speculative")
@@ -460,6 +465,32 @@ def test_what_is_parked_may_be_given(strategy: str, fixed: tuple[str, ...]) -> N
     budget = MemoryBudget(device_bytes=2**40, host_bytes=2**40, ssd_bytes=0)
     options = PlannerOptions(schedule="deferred", states="device", fixed_parked=fixed)
     assert parked_gradients(make_plan(strategy, WORKLOAD, machine(), budget, options)) == {*fixed}
+
+
+@pytest.mark.parametrize("chosen", ["options", "strategy"])
+def test_residuals_leave_room_for_buffers(chosen: str) -> None:
+    """Host memory has the buffers, and as many residuals as fit beside them; others go to SSD."""
+    workload, hw = gpt_workload(layers=16), small_hardware()
+    parked = [u.name for u in workload.units if u.trainable]
+    options = PlannerOptions(schedule="deferred", states="device")
+
+    def strategy(w: Workload, hw: HardwareProfile, b: MemoryBudget, o: PlannerOptions) -> Choices:
+        del hw, b, o
+        actions: dict[str, Action] = dict.fromkeys(w.residuals, "swap")
+        tiers: dict[str, Tier] = dict.fromkeys(w.unit_by_name, "device")
+        return Choices(actions=actions, unit_tiers=tiers, parked=parked)
+
+    if chosen == "options":
+        options = replace(options, fixed_parked=parked)
+    named = "swap-all" if chosen == "options" else strategy
+    budget = MemoryBudget(device_bytes=2**40, host_bytes=2**40, ssd_bytes=2**40)
+    need = host_bytes_needed(workload, make_plan(named, workload, hw, budget, options))
+    assert need["gradients"] > need["residuals"] // 4 > 0
+    budget = replace(budget, host_bytes=need["gradients"] + need["residuals"] * 3 // 4)
+    plan = make_plan(named, workload, hw, budget, options)
+    assert parked_gradients(plan) == {*parked}
+    assert plan.count("swap", "host") > 0
+    assert plan.count("swap", "ssd") > 0
 
 
 def test_random_plans_park() -> None:

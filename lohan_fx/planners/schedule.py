@@ -300,13 +300,14 @@ def draft(
     _check("modes", choices.modes, units, get_args(UnitMode), all_of_them=False)
     _check("swap_tiers", choices.swap_tiers or {}, residuals, ("host", "ssd"), all_of_them=False)
     unit_tiers = {**choices.unit_tiers, **(options.fixed_units or {})}
+    parked = choices.parked if options.fixed_parked is None else options.fixed_parked
+    options = replace(options, fixed_parked=parked)  # host memory has their buffers, too
     actions = settle(workload, choices.actions, keep_tiny=keep_tiny)
     swapped = [v for v, action in actions.items() if action == "swap"]
     tiers = swap_tiers(workload, hw, budget, options, unit_tiers, swapped)
     tiers.update({v: t for v, t in (choices.swap_tiers or {}).items() if v in tiers})
     sizes = {t: [workload.values[v].num_bytes for v in tiers if tiers[v] == t] for t in TIERS}
     copies = _copies(workload, budget, options, choices, unit_tiers, sizes)
-    parked = choices.parked if options.fixed_parked is None else options.fixed_parked
     plan = Plan(
         strategy=strategy,
         workload=workload.name,

@@ -9,6 +9,7 @@ from lohan_fx.footprint import (
     align,
     host_breakdown,
     host_bytes_needed,
+    may_park,
     ssd_bytes_needed,
     unit_bytes,
 )
@@ -77,7 +78,8 @@ def _fill_host(
     largest = max((workload.values[v].num_bytes for v in workload.residuals), default=0)
 
     def need(trial: Mapping[str, Tier], host: Sequence[int], ssd: Sequence[int]) -> int:
-        parts = host_breakdown(workload.units, trial, options.update_schedule, host, ssd)
+        own = _parked(workload, options, trial)
+        parts = host_breakdown(workload.units, trial, options.update_schedule, host, ssd, own)
         return sum(parts.values())
 
     def fits(trial: Mapping[str, Tier], *, staged: bool) -> bool:
@@ -111,6 +113,15 @@ def _fill_host(
     return found if on_ssd <= budget.ssd_bytes else filled(staged=False)
 
 
+def _parked(
+    workload: Workload, options: PlannerOptions, tiers: Mapping[str, Tier]
+) -> frozenset[str]:
+    """The units in `options.fixed_parked` whose gradients host memory has buffers for."""
+    units, schedule = workload.unit_by_name, options.update_schedule
+    wanted = set(options.fixed_parked or ()) & units.keys()
+    return frozenset(name for name in wanted if may_park(units[name], tiers[name], schedule))
+
+
 def host_room(
     workload: Workload,
     budget: MemoryBudget,
@@ -119,7 +130,8 @@ def host_room(
     ssd_residuals: Collection[int] = (),
 ) -> int:
     """MEM_avail (LoHan Eq. 3): host bytes left for activations after what the runtime needs."""
-    need = host_breakdown(workload.units, tiers, options.update_schedule, (), ssd_residuals)
+    own = _parked(workload, options, tiers)
+    need = host_breakdown(workload.units, tiers, options.update_schedule, (), ssd_residuals, own)
     return max(0, budget.host_bytes - sum(need.values()))
 
 
@@ -170,7 +182,8 @@ def copies_that_fit(
     reads in forward and backward, and a write. So units used first come first: nothing hides
     their fetches.
     """
-    rest = (options.update_schedule, host_residuals, ssd_residuals, direct)
+    own = [*direct, *_parked(workload, options, tiers)]
+    rest = (options.update_schedule, host_residuals, ssd_residuals, own)
 
     def room(copies: Collection[str]) -> int:
         need = host_breakdown(workload.units, tiers, *rest, copies)
