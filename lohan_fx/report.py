@@ -16,7 +16,7 @@ from rich.table import Table
 
 from lohan_fx.footprint import host_bytes_needed, ssd_bytes_needed
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import TIERS, Plan
+from lohan_fx.plan import TIERS, Plan, Tier
 from lohan_fx.workload import Workload
 
 if TYPE_CHECKING:
@@ -159,15 +159,19 @@ def memory_table(
 
 
 def footprint_parts(workload: Workload, plan: Plan) -> dict[str, str]:
-    """What the host and SSD peaks of a plan consist of, largest first."""
+    """What the host and SSD peaks of a plan consist of, largest first. Flats in which gradients add
+    up, which are among the units' states, are named by themselves."""
 
-    def text(need: Mapping[str, int]) -> str:
-        found = sorted(need.items(), key=lambda item: -item[1])
+    def text(tier: Tier, need: Mapping[str, int]) -> str:
+        units = (u for u in workload.units if plan.units[u.name].tier == tier)
+        sums = sum(u.accumulator_bytes for u in units)
+        parts = {**need, "units": need["units"] - sums, "sums of gradients": sums}
+        found = sorted(parts.items(), key=lambda item: -item[1])
         return ", ".join(f"{name} {short_bytes(size)}" for name, size in found if size)
 
     return {
-        "host": text(host_bytes_needed(workload, plan)),
-        "ssd": text(ssd_bytes_needed(workload, plan)),
+        "host": text("host", host_bytes_needed(workload, plan)),
+        "ssd": text("ssd", ssd_bytes_needed(workload, plan)),
     }
 
 

@@ -17,6 +17,7 @@ from lohan_fx.metrics import KEYS
 from lohan_fx.plan import Plan
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.report import (
+    footprint_parts,
     hardware_table,
     memory_table,
     moved_text,
@@ -143,6 +144,27 @@ def test_memory_says_what_it_consists_of() -> None:
     text = render(plan_parts(WORKLOAD, plan_of("swap-all"), budget()))
     assert "state ring" in text
     assert "residuals" in text
+
+
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+def test_sums_of_gradients_are_named(tier: Any) -> None:
+    """They are among the states of units, wherever these are; on the device they are no part."""
+    units = tuple(replace(u, accumulator_bytes=4 * u.num_params) for u in WORKLOAD.units)
+    workload = replace(WORKLOAD, units=units)
+    options = PlannerOptions(states=tier)
+    plan = make_plan("swap-all", workload, HW, budget(), options)
+    plan_without = make_plan("swap-all", WORKLOAD, HW, budget(), options)
+    found, without = footprint_parts(workload, plan), footprint_parts(WORKLOAD, plan_without)
+    sums = f"sums of gradients {short_bytes(4 * WORKLOAD.num_params)}"
+    assert sums in found[tier].split(", ")
+    assert not any("sums" in text for t, text in {**found, **without}.items() if t != tier)
+    assert "sums" not in without[tier]
+    parts = [part.split(" ", 1)[1] for part in found[tier].split(", ") if part.startswith("units")]
+    whole = [
+        part.split(" ", 1)[1] for part in without[tier].split(", ") if part.startswith("units")
+    ]
+    lost = parsed_bytes(whole[0]) - parsed_bytes(parts[0])
+    assert lost == pytest.approx(4 * WORKLOAD.num_params, rel=0.02)
 
 
 def test_a_step_beside_what_was_moved() -> None:
