@@ -28,9 +28,9 @@ from lohan_fx.errors import LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.models.gpt import Block
 from lohan_fx.planners import PlannerOptions, finish, make_plan
-from lohan_fx.planners.evaluate import step_seconds
 from lohan_fx.planners.milp import Limits
 from lohan_fx.planners.step_oracle import least_device_bytes, step_bound
+from lohan_fx.simulate import step_seconds
 from lohan_fx.workload import Workload
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "optimality.md"

@@ -39,12 +39,12 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.count = 0
 
-    def at(self, time: float, call: Callable[[], None]) -> None:
+    def at(self, time: float, call: Callable[..., None], *args: Any) -> None:
         self.count += 1
-        heapq.heappush(self._due, (time, self.count, call))
+        heapq.heappush(self._due, (time, self.count, call, args))
 
     def start(self, process: Process) -> None:
         """Run a process to its next wait."""
@@ -54,7 +54,7 @@ class Clock:
                     target._waiting.append(process)
                     return
             elif target > self.now:
-                self.at(target, lambda: self.start(process))
+                self.at(target, self.start, process)
                 return
 
     def fire(self, signal: Signal) -> None:
@@ -67,9 +67,10 @@ class Clock:
 
     def run(self) -> None:
         """Go on until nothing is due."""
-        while self._due:
-            self.now, _, call = heapq.heappop(self._due)
-            call()
+        due = self._due
+        while due:
+            self.now, _, call, args = heapq.heappop(due)
+            call(*args)
 
 
 class Worker:
@@ -233,15 +234,13 @@ class Server:
 
     def _set_end(self) -> None:
         self._version += 1
-        version = self._version
         job = self._job
-        if job is None:
-            return
+        if job is not None:
+            end = self._since + job.left_s / self._speed
+            self._clock.at(end, self._finish, job, self._version)
 
-        def finish() -> None:
-            if version == self._version:  # else its speed has changed since
-                self._report(job, job.num_bytes)
-                self._next()
-                self._clock.fire(job.ended)
-
-        self._clock.at(self._since + job.left_s / self._speed, finish)
+    def _finish(self, job: _Job, version: int) -> None:
+        if version == self._version:  # else its speed has changed since
+            self._report(job, job.num_bytes)
+            self._next()
+            self._clock.fire(job.ended)

@@ -218,11 +218,16 @@ class _Lowering:
         self.workload = workload
         self.plan = plan
         self.regions = regions_of(workload, plan)
+        self.read_again: dict[str, int] = {}  # value → the first region that reads it
+        for region in self.regions:
+            for v in region.reads:
+                self.read_again[v] = min(region.anchor, self.read_again.get(v, region.anchor))
         self.source: dict[str, str] = {}
         self.before: dict[int, list[Instruction]] = defaultdict(list)
         self.after: dict[int, list[Instruction]] = defaultdict(list)
         self.windows: dict[str, list[tuple[int, int, str]]] = {}
         self.direct = {name for name, unit in plan.units.items() if unit.access == "direct"}
+        self.num_forward_ops = workload.num_forward_ops
 
     def phase(self, index: int) -> Phase:
         return self.workload.ops[index].phase
@@ -234,25 +239,22 @@ class _Lowering:
 
     def first_use(self, value: str) -> int:
         """First backward use of a residual, by an op or by a region that stands before one."""
-        uses = [self.workload.first_backward_use(value)]
-        uses += [r.anchor for r in self.regions if value in r.reads]
-        return min(uses)
+        first = self.workload.first_backward_use(value)
+        return min(first, self.read_again.get(value, first))
 
     def storage(self, value: str, at: int) -> str | None:
         """The storage that an instruction at op `at` reads for `value`; None if static."""
         v = self.workload.values[value]
-        if v.kind == "parameter" and v.unit is not None and v.unit in self.windows:
-            for first, last, name in self.windows[v.unit]:
-                if first <= at <= last:
-                    return name
-            if v.unit in self.direct:
-                return None
-            raise PlanError(f"{value} of unit {v.unit} is read at op {at} outside its windows")
-        if v.kind in MODEL_INPUT_KINDS:
+        if v.kind not in MODEL_INPUT_KINDS:
+            return self.source.get(value, value) if at >= self.num_forward_ops else value
+        if v.kind != "parameter" or v.unit not in self.windows:
             return None
-        if at >= self.workload.num_forward_ops:
-            return self.source.get(value, value)
-        return value
+        for first, last, name in self.windows[v.unit]:
+            if first <= at <= last:
+                return name
+        if v.unit in self.direct:
+            return None
+        raise PlanError(f"{value} of unit {v.unit} is read at op {at} outside its windows")
 
     def reads(self, values: Sequence[str], at: int) -> tuple[str, ...]:
         found = (self.storage(v, at) for v in values)
@@ -260,8 +262,6 @@ class _Lowering:
 
     def direct_reads(self, op: Op, at: int) -> list[str]:
         """The parameters that `op`, which runs at op `at`, reads in host memory."""
-        if not self.direct:
-            return []
         values = (self.workload.values[v] for v in op.reads)
         return [
             v.name
@@ -290,21 +290,28 @@ class _Lowering:
 
     def _compute(self, op: Op, at: int, rename: Mapping[str, str] | None = None) -> Instruction:
         rename = rename or {}
-        inside = tuple(rename[v] for v in op.reads if v in rename)
-        outside = self.reads([v for v in op.reads if v not in rename], at)
+        outside: dict[str, None] = {}
+        inside: dict[str, None] = {}
+        for v in op.reads:
+            if v in rename:
+                inside[rename[v]] = None
+            elif (storage := self.storage(v, at)) is not None:
+                outside[storage] = None
+        values = self.workload.values
         return Instruction(
             kind="compute",
             name=op.name,
             phase=self.phase(at),
-            reads=tuple(dict.fromkeys(outside + inside)),
-            births=tuple((rename.get(v, v), self.workload.values[v].num_bytes) for v in op.writes),
+            reads=tuple(outside | inside if inside else outside),
+            births=tuple([(rename.get(v, v), values[v].num_bytes) for v in op.writes]),
             seconds=op.seconds,
             flops=op.flops,
             scratch_bytes=op.scratch_bytes,
             direct_bytes=sum(
-                direct_read_bytes(op, self.workload.values[v].num_bytes)
-                for v in self.direct_reads(op, at)
-            ),
+                direct_read_bytes(op, values[v].num_bytes) for v in self.direct_reads(op, at)
+            )
+            if self.direct
+            else 0,
         )
 
     def _units(self) -> None:

@@ -13,11 +13,11 @@ from lohan_fx.errors import InsufficientMemoryError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.planners import PlannerOptions, make_plan, milp
 from lohan_fx.planners.checkmate import Checkmate
-from lohan_fx.planners.evaluate import step_seconds
 from lohan_fx.planners.milp import Limits, SolverError
 from lohan_fx.planners.oracle import solve_graph
 from lohan_fx.planners.oracle_graph import Graph
 from lohan_fx.program import regions_of
+from lohan_fx.simulate import step_seconds
 from lohan_fx.workload import Workload
 from tests.test_pareto import deep_workload
 from tests.test_planners import check, print_plan, smallest_peak

@@ -16,7 +16,6 @@ from lohan_fx.errors import InsufficientMemoryError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Action
 from lohan_fx.planners import Choices, PlannerOptions, finish, make_plan
-from lohan_fx.planners.evaluate import step_seconds
 from lohan_fx.planners.milp import Limits, Milp, SolverError, available_solvers, pick_solver
 from lohan_fx.planners.oracle import round_graph, solve_graph
 from lohan_fx.planners.oracle_graph import Graph, Node, graph_of
@@ -24,6 +23,7 @@ from lohan_fx.planners.oracle_schedule import Links, Schedule, schedule_peak, sc
 from lohan_fx.planners.pareto import Pareto
 from lohan_fx.planners.step_oracle import least_device_bytes, step_bound
 from lohan_fx.program import regions_of
+from lohan_fx.simulate import step_seconds
 from lohan_fx.workload import Workload
 from tests.test_pareto import machine, tiny_workload
 from tests.workloads import Builder, budget, gpt_workload, random_workload, small_hardware

@@ -19,7 +19,6 @@ from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import SCHEDULES, Action, Plan, Schedule, Tier
 from lohan_fx.planners import Choices, PlannerOptions, finish, make_plan, names
 from lohan_fx.planners.effort import Effort
-from lohan_fx.planners.evaluate import step_seconds
 from lohan_fx.planners.exhaustive import exchanges
 from lohan_fx.planners.keep import keep_greedily
 from lohan_fx.planners.model import Model, Option
@@ -31,7 +30,7 @@ from lohan_fx.planners.simplex import solve
 from lohan_fx.planners.structure import MAX_LAYERS, segments_of, windows_of
 from lohan_fx.planners.trial import make_draft
 from lohan_fx.program import lower
-from lohan_fx.simulate import simulate
+from lohan_fx.simulate import simulate, step_seconds
 from lohan_fx.workload import Op, Workload
 from tests.test_planners import check
 from tests.workloads import (

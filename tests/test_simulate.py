@@ -28,7 +28,7 @@ from lohan_fx.plan import (
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.planners.prediction import demand_of
 from lohan_fx.program import lower, residency
-from lohan_fx.simulate import Rules, Simulation, simulate
+from lohan_fx.simulate import Rules, Simulation, simulate, step_seconds
 from lohan_fx.timeline import LANES, Lane, dump_trace
 from lohan_fx.workload import Unit, Workload
 from tests.workloads import (
@@ -539,6 +539,7 @@ def test_invariants(
     stalled = sum(s.seconds for s in line.stalls)
     assert line.busy_s("gpu") + stalled == pytest.approx(made.step_s)
     assert simulate(workload, plan, hw, rules=rules, warm_start=warm_start) == made
+    assert step_seconds(workload, plan, hw) == simulate(workload, plan, hw).step_s
 
 
 RATES = ("h2d_bytes_per_s", "d2h_bytes_per_s", "cpu_optimizer_params_per_s", "device_bytes_per_s")

@@ -13,8 +13,8 @@ from lohan_fx.compiled.programs import CompiledProgram, Programs
 from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.metrics import Meter
 from lohan_fx.plan import Plan, Tier
-from lohan_fx.planners.evaluate import step_seconds
 from lohan_fx.refinement import MIN_GAIN, Measured, Outcome, Refinement
+from lohan_fx.simulate import step_seconds
 
 
 class Replanner:

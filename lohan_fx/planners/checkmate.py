@@ -26,7 +26,6 @@ from lohan_fx import progress
 from lohan_fx.errors import InsufficientMemoryError, format_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Action, Plan, Tier
-from lohan_fx.planners.evaluate import step_seconds
 from lohan_fx.planners.milp import Limits, SolverError, pick_solver
 from lohan_fx.planners.oracle import OracleResult, round_graph, solve_graph
 from lohan_fx.planners.oracle_graph import Graph, graph_of
@@ -44,6 +43,7 @@ from lohan_fx.planners.schedule import (
 )
 from lohan_fx.planners.strategy import place, with_defaults
 from lohan_fx.planners.tiers import host_room
+from lohan_fx.simulate import step_seconds
 from lohan_fx.workload import Workload
 
 _SHARES = (1.0, 0.95, 0.9)

@@ -32,7 +32,6 @@ from lohan_fx.plan import Plan
 from lohan_fx.planners import registry, resident
 from lohan_fx.planners.assign import Assignment, Improver, assignment_of, choices_of
 from lohan_fx.planners.effort import Effort
-from lohan_fx.planners.evaluate import step_seconds
 from lohan_fx.planners.exhaustive import by_bound, columns_of, exchanges
 from lohan_fx.planners.keep import overlap_reserve
 from lohan_fx.planners.model import Model
@@ -51,6 +50,7 @@ from lohan_fx.planners.trial import (
     solve_at,
 )
 from lohan_fx.program import Residency, lower, residency
+from lohan_fx.simulate import step_seconds
 from lohan_fx.workload import Workload
 
 NAME = "pareto"

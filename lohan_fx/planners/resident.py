@@ -22,9 +22,9 @@ from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.footprint import may_park, unit_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Tier
-from lohan_fx.planners.evaluate import step_seconds
 from lohan_fx.planners.lohan import Lohan
 from lohan_fx.planners.registry import PlannerOptions, register
+from lohan_fx.simulate import step_seconds
 from lohan_fx.workload import Workload
 
 NAME = "lohan-resident"

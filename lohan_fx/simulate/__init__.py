@@ -5,7 +5,7 @@ recorder   what happens when: spans, and memory over time
 transfers  links and SSDs, and their threads
 updates    the optimizer on the CPU
 result     what is predicted
-step       the device, which executes the program; `simulate`
+step       the device, which executes the program; `simulate`, `step_seconds`
 
 Five lanes: the device (gpu) runs compute in order; h2d and d2h carry copies first come, first
 served, and share the link's duplex rate while both work; the SSDs (ssd) are simplex; the CPU (cpu)
@@ -18,6 +18,6 @@ when compute reaches their instruction); latencies; compute and copies that slow
 
 from lohan_fx.simulate.result import Simulation
 from lohan_fx.simulate.rules import Rules
-from lohan_fx.simulate.step import simulate
+from lohan_fx.simulate.step import simulate, step_seconds
 
-__all__ = ["Rules", "Simulation", "simulate"]
+__all__ = ["Rules", "Simulation", "simulate", "step_seconds"]

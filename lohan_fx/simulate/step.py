@@ -19,7 +19,7 @@ from lohan_fx.program import (
     residency,
     window_storage,
 )
-from lohan_fx.simulate.recorder import Label, Recorder, series_of, slot_series
+from lohan_fx.simulate.recorder import Label, NoRecorder, Recorder, series_of, slot_series
 from lohan_fx.simulate.result import Simulation
 from lohan_fx.simulate.rules import Rules
 from lohan_fx.simulate.transfers import Transfers, chunk_bytes_of
@@ -55,8 +55,20 @@ def simulate(
     """
     program = program or lower(workload, plan)
     memory = memory or residency(program)
-    step = _Step(workload, plan, hw, program, memory, warm_start, rules or Rules())
-    return step.run(name or f"simulated {plan.strategy}")
+    step = _Step(workload, plan, hw, program, Recorder(), warm_start, rules or Rules())
+    step.run()
+    return step.result(name or f"simulated {plan.strategy}", memory)
+
+
+def step_seconds(workload: Workload, plan: Plan, hw: HardwareProfile) -> float:
+    """Seconds from the first instruction to the end of optimizer.step(): `simulate(…).step_s`,
+    without a timeline, which takes a planner longer to make than to use.
+
+    Raises: as `simulate`.
+    """
+    step = _Step(workload, plan, hw, lower(workload, plan), NoRecorder(), False, Rules())
+    step.run()
+    return step.step_s
 
 
 @dataclass(slots=True)
@@ -77,7 +89,7 @@ class _Step:
         plan: Plan,
         hw: HardwareProfile,
         program: Program,
-        memory: Residency,
+        record: Recorder,
         warm_start: bool,
         rules: Rules,
     ) -> None:
@@ -85,10 +97,9 @@ class _Step:
         self.plan = plan
         self.hw = hw
         self.program = program
-        self.memory = memory
         _check_ssd(workload, plan, hw)
         self.clock = Clock()
-        self.record = Recorder()
+        self.record = record
         self.transfers = Transfers(
             self.clock, self.record, hw, chunk_bytes_of(workload, plan, program), rules
         )
@@ -129,26 +140,31 @@ class _Step:
             "release_gradients": self._release_gradients,
         }
 
-    def run(self, name: str) -> Simulation:
+    @property
+    def step_s(self) -> float:
+        return self.time - self.origin
+
+    def run(self) -> None:
         self.clock.start(self._execute())
         self.clock.run()
         if not self.done:
             at = self.program.instructions[len(self.starts) - 1] if self.starts else "the start"
             raise RuntimeError(f"nothing can go on: the program is stuck at {at}")
-        step_s = self.time - self.origin
-        spans = tuple(self.record.finish(self.origin, self.time))
+
+    def result(self, name: str, memory: Residency) -> Simulation:
+        """What has run, and the program's memory."""
         return Simulation(
             timeline=Timeline(
                 name=name,
-                spans=spans,
-                memory=self._memory(),
+                spans=tuple(self.record.finish(self.origin, self.time)),
+                memory=self._memory(memory),
                 compute=self.hw.lane_name("gpu"),
             ),
-            step_s=step_s,
+            step_s=self.step_s,
             forward_s=self.forward_end - self.origin,
             backward_s=self.backward_end - self.forward_end,
             optimizer_s=self.time - self.backward_end,
-            device=self.memory,
+            device=memory,
             num_events=self.clock.count,
         )
 
@@ -339,11 +355,11 @@ class _Step:
             return self.workload.values[x.reads[0]].block
         return self.workload.values[x.name].block
 
-    def _memory(self) -> dict[str, Series]:
+    def _memory(self, memory: Residency) -> dict[str, Series]:
         host = host_bytes_needed(self.workload, self.plan)
         ssd = ssd_bytes_needed(self.workload, self.plan)
         starts = (t - self.origin for t in self.starts)
-        device = list(zip(starts, self.memory.series, strict=True))
+        device = list(zip(starts, memory.series, strict=True))
         slots = {k: [(t - self.origin, size) for t, size in v] for k, v in self.slots.items()}
         return {
             "device": series_of(device),
