@@ -37,6 +37,8 @@ from lohan_fx.planners import (
 from lohan_fx.planners.lohan import Lohan
 from lohan_fx.planners.random_policy import RandomPolicy
 from lohan_fx.planners.schedule import draft, must_save, tiny_residuals
+from lohan_fx.planners.strategy import with_defaults
+from lohan_fx.planners.tiers import check_states
 from lohan_fx.program import lower, regions_of, residency
 from lohan_fx.workload import Workload
 from tests.workloads import budget, gpt_workload, mlp_workload, small_hardware, workloads
@@ -651,3 +653,39 @@ def test_the_count_of_resident_units_that_was_best_is_kept(
 def _of_layers(layers: int) -> tuple[Workload, Plan]:
     workload = gpt_workload(layers=layers)
     return workload, make_plan("lohan", workload, small_hardware(), budget(), PlannerOptions())
+
+
+@pytest.mark.parametrize(
+    ("states", "ssd", "last"),
+    [
+        ("auto", True, "ssd"),
+        ("auto", False, "host"),
+        ("host", True, "host"),
+        ("device", True, "device"),
+        ("ssd", True, "ssd"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["lohan", "lohan-resident", "keep-all"])
+def test_states_that_fit_nowhere_are_refused_at_once(
+    strategy: str, states: Any, ssd: bool, last: Any
+) -> None:
+    """With the need of what must hold the rest; the strategy would have found no plan either."""
+    workload, hw = gpt_workload(), small_hardware(ssd=ssd)
+    need = sum(u.state_bytes for u in workload.units)
+    if states != "ssd":  # compute copies may be in host memory then
+        need += sum(u.compute_bytes for u in workload.units)
+    share = need // 4
+    tiers = [last] if states != "auto" else ["device", "host", *["ssd"] * ssd]
+    have = dict.fromkeys(tiers, share)
+    have[last] = need - share * (len(tiers) - 1)
+    rest = dict.fromkeys({"device", "host", "ssd"} - set(tiers), 2**40)
+    options = PlannerOptions(states=states)
+    check_states(workload, hw, budget(**have, **rest), options)
+    have[last] -= 1
+    limit = budget(**have, **rest)
+    with pytest.raises(InsufficientMemoryError, match="no batch is small enough") as error:
+        make_plan(strategy, workload, hw, limit, options)
+    found = error.value
+    assert (found.tier, found.need_bytes, found.have_bytes) == (last, have[last] + 1, have[last])
+    with pytest.raises(InsufficientMemoryError):
+        get(strategy)(workload, hw, limit, with_defaults(options, schedule="optimized"))

@@ -235,6 +235,44 @@ def check_capacity(workload: Workload, plan: Plan, budget: MemoryBudget) -> None
             )
 
 
+def check_states(
+    workload: Workload, hw: HardwareProfile, budget: MemoryBudget, options: PlannerOptions
+) -> None:
+    """Refuse what no strategy can plan, before one takes its time to find that out.
+
+    Raises:
+        InsufficientMemoryError: all tiers where units may be are too small for them, together.
+    """
+    if options.fixed_units or (options.states == "ssd" and not hw.ssds):
+        return
+    tiers: tuple[Tier, ...] = ("device", "host", "ssd") if hw.ssds else ("device", "host")
+    if options.states != "auto":
+        tiers = (options.states,)
+    have = {tier: getattr(budget, f"{tier}_bytes") for tier in tiers}
+    apart = options.states == "ssd"  # compute copies may be in host memory then
+    need = sum(
+        u.state_bytes + (0 if apart and u.has_separate_copy else u.compute_bytes)
+        for u in workload.units
+    )
+    lacks = need - sum(have.values())
+    if lacks <= 0:
+        return
+    last, others = tiers[-1], " and ".join(tiers[:-1])
+    more = {
+        "device": "more device memory, or leave it where states are (states='auto')",
+        "host": "more host memory, or an SSD" if not hw.ssds else "more host memory",
+        "ssd": "more space on SSDs",
+    }
+    raise InsufficientMemoryError(
+        last,
+        have[last] + lacks,
+        have[last],
+        where="the model's states" + (f", of which {others} memory is full" if others else ""),
+        at_peak=[("states of all units" + (", compute copies" if not apart else ""), need)],
+        advice=f"Give the plan {more[last]}: no batch is small enough, and no strategy takes less.",
+    )
+
+
 _ADVICE: Mapping[Tier, str] = {
     "host": "Give the plan more host memory or an SSD (states='ssd', swap_to='ssd'), a smaller "
     "batch, or a strategy that recomputes.",
