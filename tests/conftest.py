@@ -27,6 +27,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Properties are tried on the same examples in every run, so that a run says something about
+    what changed. ``--hypothesis-profile=default``, as in `./dev test-all`, looks for new ones."""
+    from hypothesis import settings
+
+    settings.register_profile("fixed", derandomize=True, database=None)
+    if config.getoption("--hypothesis-profile") is None:
+        settings.load_profile("fixed")
+
+
 def pytest_collection() -> None:
     """Imports make a million objects and next to no garbage: the collector need not look."""
     gc.disable()
