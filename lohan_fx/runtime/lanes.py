@@ -22,7 +22,7 @@ from torch import Tensor
 from lohan_fx.errors import StorageError
 from lohan_fx.runtime.arena import BufferRing
 from lohan_fx.runtime.lane import Lane, Ticket
-from lohan_fx.runtime.recording import Label, Recorder
+from lohan_fx.runtime.recording import Label, Recorder, Stamp
 from lohan_fx.runtime.ssd import OnSpan, StripedFile
 from lohan_fx.runtime.waiting import Future
 
@@ -178,7 +178,8 @@ class Lanes:
         stream = lane.stream
         recorder = self.recorder
 
-        def copy() -> None:
+        def copy() -> Stamp | None:
+            """Returns the recorded end, if there is one."""
             if stream is not None and start is not None:
                 stream.wait_event(start)
             began = recorder.mark(stream) if recorder is not None else 0.0
@@ -188,17 +189,21 @@ class Lanes:
                 destination.copy_(source, non_blocking=True)
             if stream is None:
                 lane.busy_s += time.perf_counter() - began_s
-            if recorder is not None:
-                recorder.add(link, label, began, recorder.mark(stream), size)
+            if recorder is None:
+                return None
+            ended = recorder.mark(stream)
+            recorder.add(link, label, began, ended, size)
+            return ended
 
         if stream is not None and (after is None or after.done()):
             if after is not None:
                 after.synchronize()  # raises if it failed
             ticket = Ticket()
             with self._on(stream):  # asynchronous already: no thread need queue it
-                copy()
-                event = torch.cuda.Event()
-                event.record(stream)
+                event = copy()
+                if not isinstance(event, torch.cuda.Event):
+                    event = torch.cuda.Event()
+                    event.record(stream)
             ticket.finish(event)
             return ticket
 
