@@ -145,6 +145,7 @@ def run_ours(
             for batch in (data * 4)[:4]:  # the fifth step runs the plan that stays
                 run.step(*batch)
         timing: Timing = timed(run.step, data)
+        print(f"{name} ours: {timing.step_s(options.skip):.4f} s", flush=True)
         rss = psutil.Process().memory_info().rss
         recording_costs, real, op_seconds, optimizer = None, None, {}, {}
         if not options.lean:
@@ -331,9 +332,9 @@ def run_cases(
                 text += f"; predicted {row['predicted_s']:.3f} s, floor {row['bound_s']:.3f} s "
                 text += f"({row['binds']}), RSS {row['rss'] / GIB:.1f} GiB, {row['tiers']}"
             print(text, flush=True)
-        results["cases"][name] = {"shape": asdict(case.shape), "batch": case.batch, **rows}
-        if options.out:
-            options.out.write_text(json.dumps(results, indent=1))
+            results["cases"][name] = {"shape": asdict(case.shape), "batch": case.batch, **rows}
+            if options.out:  # after each, as a machine's time may end before the next does
+                options.out.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
