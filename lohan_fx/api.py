@@ -24,6 +24,7 @@ from lohan_fx.compile_arguments import (
     chosen_plan,
     chosen_schedule,
     device_of,
+    may_defer,
 )
 from lohan_fx.compiled.model import CompiledModel
 from lohan_fx.compiled.options import Gradients, Options
@@ -267,7 +268,7 @@ def compile(
         clip_grad_value=clip_grad_value,
         skip_nonfinite=skip_nonfinite,
         forwards=forwards,
-        may_defer=schedule == "auto" and chosen == "speculative",
+        may_defer=may_defer(schedule, chosen),
         refine=_refines(device) if refine == "auto" else refine,
         progress=progress,
     )

@@ -121,6 +121,10 @@ def plan(
             "last micro-batch, with the updates.",
         ),
     ] = False,
+    clip: Annotated[
+        bool,
+        typer.Option("--clip", help="Gradients are clipped by norm, as with clip_grad_norm=."),
+    ] = False,
     optimizer: Optimizer = "adamw",
     dtype: Dtype = "auto",
     search: Annotated[
@@ -155,6 +159,7 @@ def plan(
         swap_to=_one_of("swap-to", swap_to, "auto", "host", "ssd"),
         schedule=schedule,  # type: ignore[arg-type]  # checked there
         accumulates=accumulate,
+        clips=clip,
         search=search,  # type: ignore[arg-type]  # checked there
         full_trace=full_trace,
     )

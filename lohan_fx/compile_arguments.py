@@ -154,6 +154,11 @@ def chosen_schedule(
     return default if wanted == "auto" else wanted
 
 
+def may_defer(schedule: Schedule | Literal["auto"], chosen: Schedule | Literal["auto"]) -> bool:
+    """Whether the chosen schedule is not the user's wish and needs memory that may be missing."""
+    return schedule == "auto" and chosen == "speculative"
+
+
 def chosen_hardware(hw: HardwareProfile | str | Path | None, progress: Shown) -> HardwareProfile:
     """The profile that is given, named or in a file; this machine's, measured now, if None."""
     if isinstance(hw, torch.optim.Optimizer):

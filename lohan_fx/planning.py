@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,13 +13,15 @@ from typing import Literal
 import torch
 
 from lohan_fx.capture import Outputs
+from lohan_fx.compile_arguments import chosen_schedule, may_defer
 from lohan_fx.errors import InsufficientMemoryError, LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.model_arguments import Inputs, Model, Optimizer, make_tracer
 from lohan_fx.models import NamedModel, family_of
 from lohan_fx.plan import Schedule
 from lohan_fx.planned import Planned, Search, SearchKind, Trial, hardware
-from lohan_fx.planners import Planner, PlannerOptions, get, make_plan
+from lohan_fx.planners import Planner, PlannerOptions, make_plan
+from lohan_fx.planners.whole import tried_or_deferred
 from lohan_fx.progress import Line
 from lohan_fx.report import short_bytes
 from lohan_fx.tracer import Tracer
@@ -48,6 +51,7 @@ def plan(
     swap_to: Literal["auto", "host", "ssd"] = "auto",
     schedule: Schedule | Literal["auto"] = "auto",
     accumulates: bool = False,
+    clips: bool = False,
     full_trace: bool = False,
     search: SearchKind | None = None,
 ) -> Planned:
@@ -68,6 +72,8 @@ def plan(
             schedule "auto" is the strategy's own.
         accumulates: units have a sum of gradients beside their states, as `compile` makes them for
             ``accumulate=`` and ``gradients="kept"``; the step is one whose backward is the last.
+        clips: gradients are clipped by their norm, as with ``clip_grad_norm=`` of `compile`, or
+            steps skipped: schedule "auto" is what it is there. The step clips nothing.
         full_trace: trace every block, however many are equal.
         search: "max-batch" finds the largest batch that fits, starting at `batch`; "max-model"
             the largest model of the named model's family.
@@ -78,13 +84,21 @@ def plan(
     """
     if search not in (None, "max-batch", "max-model"):
         raise LohanError(f"search={search!r}: use 'max-batch' or 'max-model'")
-    get(strategy)
+    chosen = chosen_schedule(
+        schedule,
+        strategy,
+        None,
+        gradients="consumed",
+        clip_grad_norm=math.inf if clips else None,
+        skip_nonfinite=False,
+    )
     hw = hardware(hw)
     request = _Request(
         strategy=strategy,
         hw=hw,
         budget=MemoryBudget.from_request(hw, memory),
-        options=PlannerOptions(states=states, swap_to=swap_to, schedule=schedule),
+        options=PlannerOptions(states=states, swap_to=swap_to, schedule=chosen),
+        may_defer=may_defer(schedule, chosen),
         tracer=functools.partial(
             make_tracer,
             inputs=inputs,
@@ -113,6 +127,7 @@ class _Request:
     hw: HardwareProfile
     budget: MemoryBudget
     options: PlannerOptions
+    may_defer: bool
     tracer: Callable[[Model], Tracer]
 
     def plan(self, tracer: Tracer, batch: int | None, search: Search | None = None) -> Planned:
@@ -120,7 +135,10 @@ class _Request:
         with line.stage("tracing the model"):
             traced = tracer.workload(batch)
         with line.stage("planning"):
-            made = make_plan(self.strategy, traced.workload, self.hw, self.budget, self.options)
+            make = functools.partial(
+                make_plan, self.strategy, traced.workload, self.hw, self.budget
+            )
+            made = tried_or_deferred(make, self.options) if self.may_defer else make(self.options)
         return Planned(
             model=tracer.name,
             workload=traced.workload,

@@ -100,7 +100,8 @@ def test_axes_of_a_plan(hw: Path, tmp_path: Path) -> None:
     assert all(u.state_bytes == 4 * u.num_params for u in found.workload.units)
     assert found.traced == "in full, as asked for"
     assert not any(u.accumulator_bytes for u in found.workload.units)
-    output("plan", TOY, "--hw", hw, "--strategy", "lohan", "--accumulate", "--out", out)
+    output("plan", TOY, "--hw", hw, "--strategy", "lohan", "--accumulate", "--clip", "--out", out)
+    assert Planned.load(out).plan.schedule == "speculative"
     units = [u for u in Planned.load(out).workload.units if u.trainable]
     assert all(u.accumulator_bytes == 4 * u.num_params for u in units)
 

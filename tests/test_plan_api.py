@@ -89,6 +89,28 @@ def test_it_counts_sums_of_gradients(options: dict[str, Any]) -> None:
     compiled.lohan.close()  # type: ignore[union-attr, operator]
 
 
+@pytest.mark.parametrize("short", [0, 1])
+def test_it_has_the_schedule_that_clipping_has(short: int) -> None:
+    """Second copies, or late updates if host memory has no room for them."""
+    model, x = toy(2), torch.randn(8, WIDTH)
+    hw = small_hardware(device_kind="cpu", ssd=False)
+    options: dict[str, Any] = {"hw": hw, "states": "host", "strategy": "keep-all"}
+    whole = lohan_fx.plan(model, x, clips=True, **options)
+    assert whole.plan.schedule == "speculative"
+    memory = {"host": whole.plan.prediction.peak_host_bytes - short}
+    found = lohan_fx.plan(model, x, clips=True, memory=memory, **options)
+    assert found.plan.schedule == ("deferred" if short else "speculative")
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = lohan_fx.compile(
+        model, optimizer=optimizer, clip_grad_norm=1.0, memory=memory, **options
+    )
+    assert isinstance(compiled, LohanModule)
+    assert compiled.lohan.prepare(x).plan == found.plan
+    compiled.lohan.close()
+    with pytest.raises(LohanError, match="schedule 'overlapped' updates units before"):
+        lohan_fx.plan(model, x, clips=True, schedule="overlapped", **options)
+
+
 def test_a_plan_can_be_given_to_compile() -> None:
     model, x = made()
     given = plan(model, x, hw=CPU, strategy="swap-all", memory={"device": "24KiB"}).plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import suppress
+from functools import partial
 
 from lohan_fx import footprint
 from lohan_fx.compiled.options import Options
@@ -12,6 +12,7 @@ from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Schedule, Tier
 from lohan_fx.planners import make_plan
 from lohan_fx.planners.registry import PlannerOptions
+from lohan_fx.planners.whole import tried_or_deferred
 from lohan_fx.program import lower, residency, waiting_bytes
 from lohan_fx.workload import Workload
 
@@ -131,24 +132,6 @@ def _plan_once(
     planner: PlannerOptions,
     settled: Schedule | None,
 ) -> Plan:
-    """A plan; with late updates if early ones into second copies have no room in host memory, or
-    had none for another program. Where such copies drive units to the SSD, the plan that is
-    predicted to be faster."""
-    if not options.may_defer or planner.states == "ssd":
-        return make_plan(options.strategy, workload, hw, budget, planner)
-    early = None
-    if settled != "deferred":
-        with suppress(InsufficientMemoryError):
-            brief = dataclasses.replace(planner, explain=False)
-            early = make_plan(options.strategy, workload, hw, budget, brief)
-    on_ssd = early is not None and any(unit.tier == "ssd" for unit in early.units.values())
-    if early is not None and (settled is not None or not on_ssd):
-        return early
-    late = dataclasses.replace(planner, schedule="deferred", explain=early is None)
-    try:
-        plan = make_plan(options.strategy, workload, hw, budget, late)
-    except InsufficientMemoryError:
-        if early is None:
-            raise
-        return early
-    return plan if early is None else min(plan, early, key=lambda p: p.prediction.step_s)
+    """A plan; as strategy and options have it, or late updates if they may be late."""
+    make = partial(make_plan, options.strategy, workload, hw, budget)
+    return tried_or_deferred(make, planner, settled) if options.may_defer else make(planner)
