@@ -176,9 +176,9 @@ def footprint_parts(workload: Workload, plan: Plan) -> dict[str, str]:
 
 
 def step_table(plan: Plan, moved: Counters | None = None, *, accumulates: bool = False) -> Table:
-    """Time (by Eq. 1–7, not simulated) and traffic that the plan predicts for one step, and what was
-    moved so far. If gradients accumulate, a plan is of the last of a step's micro-batches, with the
-    updates."""
+    """Time (by Eq. 1–7, not simulated) and traffic that the plan predicts for one step, and what
+    was moved so far. If gradients accumulate, a plan is of the last of a step's micro-batches, with
+    the updates."""
     p = plan.prediction
     columns = ("predicted", "moved so far") if moved is not None else ("predicted",)
     title = "the last micro-batch of a step, with the updates" if accumulates else "one step"
