@@ -336,6 +336,14 @@ class MemoryBudget:
     host_bytes: int
     ssd_bytes: int
 
+    def within(self, other: MemoryBudget) -> bool:
+        """Whether it has no more of any tier than another one."""
+        return (
+            self.device_bytes <= other.device_bytes
+            and self.host_bytes <= other.host_bytes
+            and self.ssd_bytes <= other.ssd_bytes
+        )
+
     @classmethod
     def from_request(
         cls, hw: HardwareProfile, request: Mapping[str, int | str] | None = None

@@ -12,8 +12,8 @@ class Effort:
     """How hard to try.
 
     Attributes:
-        reserves: memory left to copies in flight, as shares of `_Search.reserve_bytes`; one
-            trial each.
+        reserves: memory left to copies in flight, as shares of what lets one copy overlap
+            (`pareto_ladder`); one trial each.
         device_rungs, host_rungs: rungs of the ladder in an octave of device and host memory.
         ladder: most trials on the ladder.
         assignments: most assignments that are enumerated.

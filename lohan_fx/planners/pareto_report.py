@@ -5,6 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from lohan_fx.planners.model import Model
+from lohan_fx.planners.simplex import Solution
+from lohan_fx.planners.time_rows import Stages
+
+NAME = "pareto"
+
+_STAGES: Mapping[str, tuple[Stages, ...]] = {
+    "forward": ((1.0, 0.0, 0.0),),
+    "backward": ((0.0, 1.0, 0.0),),
+    "optimizer": ((0.0, 0.0, 1.0), (0.0, 1.0, 1.0), (1.0, 1.0, 1.0)),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParetoReport:
@@ -45,6 +59,34 @@ class ParetoReport:
             if 0 < saved < self.step_s / 2:
                 found.append(f"one more {unit} of device memory saves at most {saved:.3g} s")
                 break
-        if self.source != "pareto":
+        if self.source != NAME:
             found.append(f"the plan is strategy {self.source!r}'s: nothing faster was found")
         return tuple(found)
+
+
+def binding(model: Model, relaxed: Solution) -> dict[str, str]:
+    """Stage → the resource that the relaxed program's optimum pays most for.
+
+    A row's price is shared between the device and its lane by their parts of its seconds.
+    """
+    time = model.time @ relaxed.x
+    found = {}
+    for stage, patterns in _STAGES.items():
+        total: dict[str, float] = {}
+        rows = zip(model.rows, relaxed.prices, time, strict=False)
+        for row, price, added in rows:
+            if row.stages not in patterns or price > -1e-9 or row.base + added <= 0:
+                continue
+            lane = float(added / (row.base + added)) if row.resource != "gpu" else 0.0
+            for resource, part in (("gpu", 1 - lane), (row.resource, lane)):
+                total[resource] = total.get(resource, 0.0) - float(price) * part
+        if total:
+            found[stage] = model.hw.lane_name(max(total, key=lambda r: (total[r], r)))
+    return found
+
+
+def device_price(model: Model, relaxed: Solution) -> float:
+    """Seconds that a byte of device memory is worth in the relaxed program's optimum."""
+    first = len(model.rows)
+    rows = relaxed.prices[first : first + len(model.memory_ops)]
+    return float(-np.minimum(rows, 0.0).sum()) * model.unit_s

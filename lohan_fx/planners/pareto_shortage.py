@@ -1,0 +1,142 @@
+"""Why `pareto` has no plan: what lacks least, and what would do instead. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lohan_fx.errors import InsufficientMemoryError, format_bytes
+from lohan_fx.footprint import host_bytes_needed
+from lohan_fx.hardware import MemoryBudget
+from lohan_fx.plan import Plan
+from lohan_fx.planners.effort import Effort
+from lohan_fx.planners.model import Model
+from lohan_fx.planners.pareto_report import NAME
+from lohan_fx.planners.registry import PlannerOptions
+from lohan_fx.planners.schedule import device_error
+from lohan_fx.planners.trial import leanest_draft, least_host, least_memory
+from lohan_fx.program import lower, residency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """What is missing where nothing fits.
+
+    Attributes:
+        model: of the workload and the options.
+        budget: in which nothing fits.
+        effort: how hard to look for the smallest need.
+        errors: of all that was tried, the leanest plan among it.
+        first_plan: the first plan that a search finds for another budget, or with other options;
+            None if it finds none.
+    """
+
+    model: Model
+    budget: MemoryBudget
+    effort: Effort
+    errors: Sequence[InsufficientMemoryError]
+    first_plan: Callable[[MemoryBudget, PlannerOptions], Plan | None]
+
+    def error(self) -> InsufficientMemoryError:
+        """Of the tier that lacks least for a plan, by its share of what there is; of the other one,
+        its advice.
+
+        With schedule "speculative" host memory comes first: what has no room there twice goes to
+        the device, so the leanest plan would lack that.
+        """
+        host = self._of_host()
+        least = self.least_error()
+        if host is None or (least.tier == "ssd" and self.model.options.schedule != "speculative"):
+            return self._of_device(least)
+        if self.model.options.schedule == "speculative" or _growth(host) <= _growth(least):
+            return host
+        return self._of_device(least, host)
+
+    def least_error(self) -> InsufficientMemoryError:
+        """What the leanest plan needs; of the device if that is what it lacks."""
+        device = [e for e in self.errors if e.tier == "device"]
+        return min(device or self.errors, key=lambda e: e.need_bytes)
+
+    def _of_host(self) -> InsufficientMemoryError | None:
+        """Of host memory, if a plan fits with more of that alone."""
+        found = least_host(self.model, self.budget, NAME, self.effort.lean)
+        if found is None:
+            return None
+        need, made = found
+        parts = host_bytes_needed(self.model.workload, made.plan)
+        advice = "Give the plan more host memory or an SSD"
+        where = "the whole step"
+        if self.model.options.schedule == "speculative":
+            where += ", with second copies of units in host memory"
+            if self._fits_deferred():
+                advice += ", or use schedule='deferred': it needs no second copies, and fits"
+            else:
+                advice += "; schedule='deferred', which needs no second copies, does not fit either"
+        elif self.budget.ssd_bytes:
+            more = " or more room on SSD" if any(e.tier == "ssd" for e in self.errors) else ""
+            advice = f"Give the plan more host memory{more}"
+        return InsufficientMemoryError(
+            "host",
+            need,
+            self.budget.host_bytes,
+            where=where,
+            at_peak=sorted(((n, b) for n, b in parts.items() if b), key=lambda part: -part[1]),
+            advice=advice + ".",
+        )
+
+    def _fits_deferred(self) -> bool:
+        """Whether there is a plan for the same budget without second copies."""
+        model = self.model
+        options = replace(model.options, schedule="deferred")
+        deferred = Model(model.workload, model.hw, options)
+        leanest = leanest_draft(deferred, self.budget, NAME, self.effort.lean)
+        if leanest is not None and leanest.memory.peak_bytes <= self.budget.device_bytes:
+            return True
+        return self.first_plan(self.budget, options) is not None
+
+    def _of_device(
+        self, least: InsufficientMemoryError, host: InsufficientMemoryError | None = None
+    ) -> InsufficientMemoryError:
+        """The `least_error`; smaller budgets may have plans all the same, so some are tried.
+
+        `host` is what would do instead.
+        """
+        bound = least_memory(self.model, self.budget) if least.tier == "device" else math.inf
+        need, at_peak, where = least.need_bytes, least.at_peak, least.where
+        peak = need
+        for _ in range(self.effort.lower):
+            if least.tier != "device" or peak - 1 < bound:
+                break
+            size = peak - 1
+            plan = self._plan_on(size)
+            if plan is None and peak < need:
+                size = peak
+                plan = self._plan_on(size)
+            if plan is None:
+                break
+            need = size
+            memory = residency(lower(self.model.workload, plan))
+            found = device_error(memory, self.budget, NAME)
+            at_peak, where = found.at_peak, found.where
+            if need == peak:
+                break
+            peak = found.need_bytes
+        advice = "This is the smallest need of all plans that were found"
+        if math.isfinite(bound):
+            advice += f"; none can need less than {format_bytes(bound)}"
+        if host is not None and least.tier == "device":
+            advice += f". With {format_bytes(host.need_bytes)} of host memory "
+            advice += f"(there are {format_bytes(host.have_bytes)}) there is one for this device"
+        return InsufficientMemoryError(
+            least.tier, need, least.have_bytes, where=where, at_peak=at_peak, advice=advice + "."
+        )
+
+    def _plan_on(self, device_bytes: int) -> Plan | None:
+        """A plan for another device budget (other than the leanest), if there is one."""
+        return self.first_plan(replace(self.budget, device_bytes=device_bytes), self.model.options)
+
+
+def _growth(error: InsufficientMemoryError) -> float:
+    """How many times what there is would be needed."""
+    return error.need_bytes / error.have_bytes if error.have_bytes else math.inf
