@@ -487,6 +487,7 @@ def test_exhaustive_search_is_marked() -> None:
 
 
 @settings(max_examples=2, deadline=None)
+@example(seed=1746)  # there a plan is found that none can undercut
 @given(seed=st.integers(0, 10**6))
 def test_infeasible_names_the_smallest_budget(seed: int) -> None:
     workload, hw = some_workload(seed), machine(seed)

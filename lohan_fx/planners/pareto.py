@@ -334,7 +334,7 @@ class _Search:
     def first_plan(self, budget: MemoryBudget, options: PlannerOptions) -> Plan | None:
         """What a search for another budget, or with other options, comes upon first."""
         other = _Search(self.strategy, self.workload, self.hw, budget, options)
-        for step in (other.own_plans, other.other_strategies, other.ladder):
+        for step in (other.own_plans, other.other_strategies, other.ladder, other.search_all):
             step()
             if other.offers.best is not None:
                 return other.offers.best.plan

@@ -106,11 +106,11 @@ class Shortage:
         need, at_peak, where = least.need_bytes, least.at_peak, least.where
         peak = need
         for _ in range(self.effort.lower):
-            if least.tier != "device" or peak - 1 < bound:
+            if least.tier != "device" or max(peak - 1, bound) >= need:
                 break
-            size = peak - 1
+            size = peak if peak - 1 < bound else peak - 1
             plan = self._plan_on(size)
-            if plan is None and peak < need:
+            if plan is None and size < peak < need:
                 size = peak
                 plan = self._plan_on(size)
             if plan is None:
