@@ -18,8 +18,9 @@ from lohan_fx.plan import SCHEDULES
 from lohan_fx.runtime.clipping import Norms
 from lohan_fx.runtime.guards import ConsumedGradient
 from lohan_fx.runtime.native import adam
-from lohan_fx.runtime.optimizer import Clip, UnitOptimizer
+from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.unit_states import UnitStates
+from lohan_fx.runtime.update_values import Clip
 from tests.loops import TIERS, assert_same, check, compiled, sometimes, windows
 from tests.models import loss_of, make
 from tests.training import (

@@ -21,7 +21,8 @@ from torch import nn
 import lohan_fx
 from lohan_fx.api import LohanModule
 from lohan_fx.planners import names
-from lohan_fx.runtime.optimizer import Clip, UnitOptimizer
+from lohan_fx.runtime.optimizer import UnitOptimizer
+from lohan_fx.runtime.update_values import Clip
 from tests.models import loss_of, make
 from tests.training import (
     NUM_STEPS,

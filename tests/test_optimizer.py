@@ -16,9 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lohan_fx.errors import StepError, UnsupportedOptimizerError
 from lohan_fx.runtime.initial_state import pull_initial_state, release_state
-from lohan_fx.runtime.optimizer import Clip, UnitOptimizer
+from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.param_groups import Hyperparameters, snapshot_hyperparameters
 from lohan_fx.runtime.supported_optimizers import SUPPORTED, check_supported
+from lohan_fx.runtime.update_values import Clip
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -33,11 +33,12 @@ from lohan_fx.runtime.clipping import Clipping
 from lohan_fx.runtime.lane import RankedLane, Ticket
 from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.native import adam
-from lohan_fx.runtime.optimizer import Clip, Results, UnitOptimizer
+from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.recording import Label
 from lohan_fx.runtime.trials import Trials
 from lohan_fx.runtime.unit_states import UnitStates
 from lohan_fx.runtime.unit_updates import UnitUpdates
+from lohan_fx.runtime.update_values import Clip, Results
 from lohan_fx.runtime.updates import Updater
 from lohan_fx.simulate import Simulation, simulate
 from lohan_fx.workload import Workload

@@ -14,7 +14,10 @@ sums                  gradients added to sums
 supported_optimizers  which of the user's optimizers work elementwise
 param_groups, shadow  their hyperparameters; their class without their parameters
 initial_state         state that they hold before units take it over
-optimizer, scratch    the update of a unit's parameters; what it takes besides
+update_values         what an update of a unit's parameters is given, and what comes of it
+native_update         the update by our kernels
+chunked_update        the update by the user's own `step`, chunk by chunk
+optimizer, scratch    the optimizer of a unit; what an update takes besides
 flats                 a unit's flat buffers, and views of them
 guards                what stands in ``.grad`` where no gradient is
 unit_states           one unit's states at rest, and what users see of them

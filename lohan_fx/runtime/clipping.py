@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lohan_fx.runtime.flats import Flats, views_of
-from lohan_fx.runtime.optimizer import Clip
 from lohan_fx.runtime.unit_states import UnitStates
+from lohan_fx.runtime.update_values import Clip
 
 logger = logging.getLogger("lohan_fx")
 

@@ -22,7 +22,8 @@ from lohan_fx._compat import (
     TorchDispatchMode,
 )
 from lohan_fx.annotate import UnitLayout
-from lohan_fx.runtime.optimizer import Clip, UnitOptimizer
+from lohan_fx.runtime.optimizer import UnitOptimizer
+from lohan_fx.runtime.update_values import Clip
 
 
 def update_scratch_bytes(

@@ -35,7 +35,6 @@ from lohan_fx.runtime.clipping import Clipping, Norms
 from lohan_fx.runtime.flats import Flats, views_of
 from lohan_fx.runtime.lane import Lane, RankedLane, Ticket
 from lohan_fx.runtime.lanes import Lanes
-from lohan_fx.runtime.optimizer import Clip, Results, Tried
 from lohan_fx.runtime.param_groups import (
     Hyperparameters,
     same_hyperparameters,
@@ -44,6 +43,7 @@ from lohan_fx.runtime.param_groups import (
 from lohan_fx.runtime.unit_gradients import UnitGradients
 from lohan_fx.runtime.unit_states import UnitStates
 from lohan_fx.runtime.unit_updates import UnitUpdates
+from lohan_fx.runtime.update_values import Clip, Results, Tried
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -9,9 +9,9 @@ from functools import partial
 from lohan_fx.runtime.clipping import Norms
 from lohan_fx.runtime.flats import Flats, views_of
 from lohan_fx.runtime.lanes import Lanes
-from lohan_fx.runtime.optimizer import Clip, Squares
 from lohan_fx.runtime.param_groups import Hyperparameters
 from lohan_fx.runtime.unit_gradients import UnitGradients
+from lohan_fx.runtime.update_values import Clip, Squares
 from lohan_fx.timeline import Lane
 
 
