@@ -507,6 +507,16 @@ def test_infeasible_names_the_smallest_budget(seed: int) -> None:
     assert again.value.need_bytes == error.need_bytes
 
 
+def test_alone_it_says_what_lacks_too() -> None:
+    """Where no draft fits host memory, and no other strategy has been asked."""
+    workload, hw = gpt_workload(), small_hardware(ssd=False)
+    states = sum(u.compute_bytes + u.state_bytes for u in workload.units)
+    limit = budget(device=states // 2, host=states - states // 2, ssd=0)
+    with pytest.raises(InsufficientMemoryError) as caught:
+        Pareto(others=False).solve(workload, hw, limit)
+    assert caught.value.need_bytes > caught.value.have_bytes
+
+
 def test_the_tier_that_lacks_least_is_named() -> None:
     """Twice as much host memory would do: the device would have to hold everything instead."""
     workload, hw = gpt_workload(layers=8), small_hardware()

@@ -246,7 +246,6 @@ class _Search:
         """All that are registered; of those that raise, the errors are kept."""
         if not self.strategy.others:
             return
-        args = (self.workload, self.hw, self.budget, self.options)
         states = sum(u.compute_bytes + u.state_bytes for u in self.workload.units)
         all_fit = states <= self.budget.device_bytes
         for name in candidates():
@@ -256,18 +255,23 @@ class _Search:
                 continue  # it would plan what "lohan" plans
             if not all_fit and _wants_all_resident(name, self.options):
                 continue  # it cannot fit, and large models take seconds to find that out
-            progress.report(f"pareto: trying {name}{self.offers.so_far}")
-            try:
-                made = self._made(name)
-                found = finish(*args, made, name) if isinstance(made, Choices) else made
-            except InsufficientMemoryError as error:
-                self.errors.append(error.anew())
-            except LohanError:
-                continue
-            else:
-                bound_s = self.offers.bound_of(assignment_of(self.model, found))
-                if self.offers.may_gain(bound_s):
-                    self.offers.offer(found, name)
+            self._consider(name)
+
+    def _consider(self, name: str) -> None:
+        """Offer a strategy's plan, or keep the error that it raises for lack of memory."""
+        progress.report(f"pareto: trying {name}{self.offers.so_far}")
+        args = (self.workload, self.hw, self.budget, self.options)
+        try:
+            made = self._made(name)
+            found = finish(*args, made, name) if isinstance(made, Choices) else made
+        except InsufficientMemoryError as error:
+            self.errors.append(error.anew())
+        except LohanError:
+            return
+        else:
+            bound_s = self.offers.bound_of(assignment_of(self.model, found))
+            if self.offers.may_gain(bound_s):
+                self.offers.offer(found, name)
 
     def _made(self, name: str) -> Plan | Choices:
         """What a strategy plans; the plans around that of `lohan-resident` are kept for later."""
@@ -325,8 +329,9 @@ class _Search:
         """The plan with the smallest peak, however slow."""
         made = leanest_draft(self.model, self.budget, NAME, self.effort.lean)
         if made is None:
-            return
-        if made.memory.peak_bytes <= self.budget.device_bytes:
+            if not self.errors:  # nobody has said what lacks
+                self._consider("lohan")
+        elif made.memory.peak_bytes <= self.budget.device_bytes:
             self.offers.finish(made, self.budget)
         else:
             self.errors.append(device_error(made.memory, self.budget, NAME))
