@@ -19,6 +19,7 @@ from lohan_fx.compile_arguments import (
     check_gradients,
     check_misplaced,
     check_optimizer,
+    check_states,
     chosen_dtype,
     chosen_hardware,
     chosen_plan,
@@ -177,8 +178,9 @@ def compile(
             options below need.
         fused: compile what lies between matrix products and attention with Inductor: faster, and
             equal to rounding where eager's own kernels are equal to the bit. "auto": on CUDA.
-        plan: a plan made earlier for the same model and inputs, or its file; replaces the
-            strategy.
+        plan: a plan made earlier for the same model, inputs and options, or its file. The first
+            program runs it; those of other shapes, and evaluations, are planned by the strategy,
+            with units where it has them.
         loss_chunk_bytes: logits that take more than this in float32, and go into nothing but a
             cross entropy, are made in chunks of rows, each of at most this size; loss and
             gradients then equal plain PyTorch's to rounding. 0: never (`lohan_fx.chunk_loss`).
@@ -240,6 +242,7 @@ def compile(
         optimizer, gradients, accumulate, clip_grad_norm, clip_grad_value, skip_nonfinite
     )
     plan = chosen_plan(plan)
+    check_states(states, plan)
     chosen = chosen_schedule(
         schedule,
         strategy,

@@ -103,6 +103,15 @@ def chosen_plan(plan: Plan | str | Path | None) -> Plan | None:
     return plan
 
 
+def check_states(states: str, plan: Plan | None) -> None:
+    """Refuse a tier for states beside a plan, which has one for every unit."""
+    if plan is not None and states != "auto":
+        raise LohanError(
+            f"states={states!r}, but a plan says itself where states are: leave states= out, or "
+            "make a plan with it"
+        )
+
+
 def chosen_schedule(
     schedule: Schedule | Literal["auto"],
     strategy: str | Planner,
@@ -147,7 +156,8 @@ def chosen_schedule(
         others = " or ".join(repr(s) for s in reversed(SCHEDULES) if s in allowed)
         use = f"use schedule={others} ('auto' is {default!r} here)"
         if plan is not None:
-            use = f"the plan has it, so make another one, with schedule={others}"
+            clips = "" if gradients == "kept" else "clips=True (lohan-fx plan --clip) or "
+            use = f"the plan has it, so make another one, with {clips}schedule={others}"
         raise LohanError(
             f"schedule {wanted!r} updates units before optimizer.step(), but {why}: {use}"
         )

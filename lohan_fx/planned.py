@@ -27,7 +27,14 @@ from lohan_fx.planners.pareto import lower_bound
 from lohan_fx.planners.prediction import predicted_time
 from lohan_fx.program import Program, lower
 from lohan_fx.reading import Reader, json_of
-from lohan_fx.report import footprint_parts, memory_table, plan_table, render, short_bytes
+from lohan_fx.report import (
+    flops_text,
+    footprint_parts,
+    memory_table,
+    plan_table,
+    render,
+    short_bytes,
+)
 from lohan_fx.simulate import Simulation, simulate
 from lohan_fx.timeline import PHASES, save_trace
 from lohan_fx.workload import MODEL_INPUT_KINDS, Op, Unit, Value, Workload
@@ -326,24 +333,27 @@ def seconds_text(seconds: float) -> str:
 
 def step_table(planned: Sequence[Planned]) -> Table:
     """One column a plan: size, simulated time by phase, throughput, bound, traffic."""
-    table = Table(title="one step, simulated", title_justify="left", title_style="bold")
+    accumulates = any(u.accumulator_bytes for p in planned for u in p.workload.units)
+    what = "the last micro-batch of a step, with the updates" if accumulates else "one step"
+    table = Table(title=f"{what}, simulated", title_justify="left", title_style="bold")
     table.add_column("")
     for p in planned:
         table.add_column(f"{p.model}, {p.plan.strategy}", justify="right")
     rows: list[tuple[str, Callable[[Planned], str]]] = [
         ("machine", lambda p: p.hw.name),
-        ("parameters", lambda p: f"{p.workload.num_params / 1e9:,.2f} billion"),
+        ("parameters", _params_text),
         ("batch", _batch_text),
+        ("optimizer schedule", lambda p: p.plan.schedule),
         ("time", lambda p: seconds_text(p.step_s)),
         *((f"  {phase}", _phase_text(phase)) for phase in PHASES),
         ("  device waits for transfers", lambda p: seconds_text(p.simulation.exposed_transfer_s)),
         ("  its busiest resource alone", lambda p: _bound_text(p.busiest, p.hw)),
-        ("closed form (LoHan Eq. 1–7)", lambda p: seconds_text(p.closed_form_s)),
+        ("closed form (LoHan Eq. 1–7), no bound", lambda p: seconds_text(p.closed_form_s)),
         ("no plan is faster than", lambda p: seconds_text(p.bound_s)),
         ("gap to that", lambda p: f"{p.gap:.1%}"),
         ("throughput", lambda p: f"{rate_text(p.items_per_s)} {p.items}/s"),
-        ("model FLOPs", lambda p: f"{p.flops_per_s / 1e12:,.1f} TFLOPS"),
-        ("recomputed", lambda p: f"{p.plan.prediction.recompute_flops / 1e12:,.1f} TFLOP"),
+        ("model FLOPs", lambda p: f"{flops_text(p.flops_per_s)}FLOPS"),
+        ("recomputed", lambda p: f"{flops_text(p.plan.prediction.recompute_flops)}FLOP"),
         ("device to host", lambda p: short_bytes(p.simulation.traffic.d2h_bytes)),
         ("host to device", lambda p: short_bytes(p.simulation.traffic.h2d_bytes)),
         ("SSD read", lambda p: short_bytes(p.simulation.traffic.ssd_read_bytes)),
@@ -361,6 +371,14 @@ def rate_text(rate: float) -> str:
 def _bound_text(bound: Bound, hw: HardwareProfile) -> str:
     resource = " + ".join(map(hw.lane_name, bound.resource.split(" + ")))
     return f"{seconds_text(bound.seconds)} ({resource})"
+
+
+def _params_text(p: Planned) -> str:
+    count = p.workload.num_params
+    for factor, unit in ((1e9, "billion"), (1e6, "million")):
+        if count >= 0.1 * factor:
+            return f"{count / factor:,.2f} {unit}"
+    return f"{count:,}"
 
 
 def _batch_text(p: Planned) -> str:

@@ -21,6 +21,7 @@ from lohan_fx.models import NamedModel, family_of
 from lohan_fx.plan import Schedule
 from lohan_fx.planned import Planned, Search, SearchKind, Trial, hardware
 from lohan_fx.planners import Planner, PlannerOptions, make_plan
+from lohan_fx.planners.tiers import check_ssds
 from lohan_fx.planners.whole import tried_or_deferred
 from lohan_fx.progress import Line
 from lohan_fx.report import short_bytes
@@ -92,12 +93,16 @@ def plan(
         clip_grad_norm=math.inf if clips else None,
         skip_nonfinite=False,
     )
+    if clips and optimizer is None:
+        raise LohanError("clips=True needs an optimizer: without one nothing is clipped")
     hw = hardware(hw)
+    options = PlannerOptions(states=states, swap_to=swap_to, schedule=chosen)
+    check_ssds(hw, options)  # tracing takes its time
     request = _Request(
         strategy=strategy,
         hw=hw,
         budget=MemoryBudget.from_request(hw, memory),
-        options=PlannerOptions(states=states, swap_to=swap_to, schedule=chosen),
+        options=options,
         may_defer=may_defer(schedule, chosen),
         tracer=functools.partial(
             make_tracer,

@@ -183,17 +183,26 @@ def step_table(plan: Plan, moved: Counters | None = None, *, accumulates: bool =
     columns = ("predicted", "moved so far") if moved is not None else ("predicted",)
     title = "the last micro-batch of a step, with the updates" if accumulates else "one step"
     table = _table(title, ("what",), columns)
+    table.add_row("optimizer schedule", plan.schedule)
     table.add_row("time (closed form)", _seconds(p.step_s))
     table.add_row("  forward", _seconds(p.forward_s))
     table.add_row("  backward", _seconds(p.backward_s))
     table.add_row("bound by", p.binding)
-    # elementwise ops, which are recomputed first, have no FLOPs
-    flops = f"{p.recompute_flops / 1e9:,.2f} GFLOP"
-    table.add_row("recomputing", f"{_seconds(p.recompute_s)}, {flops}")
+    # elementwise ops, which are recomputed first, have none
+    flops = f", {flops_text(p.recompute_flops)}FLOP" if p.recompute_flops else ""
+    table.add_row("recomputing", _seconds(p.recompute_s) + flops)
     for field, (what, _) in _LINKS.items():
         so_far = [short_bytes(getattr(moved, field))] if moved is not None else []
         table.add_row(what, short_bytes(getattr(p, field)), *so_far)
     return table
+
+
+def flops_text(flops: float) -> str:
+    """FLOPs for a person, without the word: ``1.2 T``, ``34.0 G``, ``0 ``."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if flops >= 0.1 * factor:
+            return f"{flops / factor:,.1f} {prefix}"
+    return f"{flops:,.0f} "
 
 
 def _decisions_table(plan: Plan) -> Table:
@@ -203,7 +212,6 @@ def _decisions_table(plan: Plan) -> Table:
     table.add_row("residuals", ", ".join(counts))
     units = (f"{tier} {sum(u.tier == tier for u in plan.units.values())}" for tier in TIERS)
     table.add_row("units", ", ".join(units))
-    table.add_row("optimizer schedule", plan.schedule)
     table.add_row("fingerprint", plan.fingerprint)
     return table
 

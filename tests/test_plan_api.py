@@ -109,6 +109,8 @@ def test_it_has_the_schedule_that_clipping_has(short: int) -> None:
     compiled.lohan.close()
     with pytest.raises(LohanError, match="schedule 'overlapped' updates units before"):
         lohan_fx.plan(model, x, clips=True, schedule="overlapped", **options)
+    with pytest.raises(LohanError, match="clips=True needs an optimizer"):
+        lohan_fx.plan(model, x, clips=True, optimizer=None, **options)
 
 
 def test_a_plan_can_be_given_to_compile() -> None:
@@ -126,7 +128,9 @@ def test_a_plan_can_be_given_to_compile() -> None:
     ("options", "why"),
     [
         ({"schedule": "serial"}, "the plan was made with schedule 'optimized'"),
-        ({"clip_grad_norm": 1.0}, "the plan has it, so make another one, with schedule="),
+        ({"clip_grad_norm": 1.0}, "so make another one, with clips=True (lohan-fx plan --clip) or"),
+        ({"gradients": "kept"}, "the plan has it, so make another one, with schedule="),
+        ({"states": "ssd"}, "a plan says itself where states are"),
         ({"schedule": "serail", "clip_grad_norm": 1.0}, "'serail' is none of auto, serial"),
     ],
 )
@@ -171,9 +175,25 @@ def test_a_plan_over_budget(tier: str, forwards: int) -> None:
             with pytest.raises(InsufficientMemoryError, match="the plan given to compile") as error:
                 compiled.lohan.prepare(x)
             assert (error.value.tier, error.value.need_bytes) == (tier, needed)
+            assert ("forwards=2" if forwards == 2 else "the memory= that it") in str(error.value)
         else:
             compiled.lohan.prepare(x)
         compiled.lohan.close()
+
+
+def test_a_plan_of_less_than_what_runs() -> None:
+    """Made for the same memory, but not with sums of gradients: it is not memory= that is wrong."""
+    model, x = made()
+    given = plan(model, x, hw=CPU, strategy="swap-all").plan
+    memory = {"host": given.prediction.peak_host_bytes}
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = lohan_fx.compile(
+        model, hw=CPU, optimizer=optimizer, plan=given, memory=memory, accumulate=2
+    )
+    assert isinstance(compiled, LohanModule)
+    with pytest.raises(InsufficientMemoryError, match="accumulates=True of lohan_fx"):
+        compiled.lohan.prepare(x)
+    compiled.lohan.close()
 
 
 def test_a_given_plan_has_the_peaks_of_what_runs() -> None:

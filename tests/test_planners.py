@@ -689,3 +689,27 @@ def test_states_that_fit_nowhere_are_refused_at_once(
     assert (found.tier, found.need_bytes, found.have_bytes) == (last, have[last] + 1, have[last])
     with pytest.raises(InsufficientMemoryError):
         get(strategy)(workload, hw, limit, with_defaults(options, schedule="optimized"))
+
+
+@pytest.mark.parametrize("accumulator", [False, True])
+def test_the_advice_is_about_what_takes_host_memory(accumulator: bool) -> None:
+    """Gradients that wait, of units on SSDs: neither an SSD nor a smaller batch takes any away."""
+    workload = gpt_workload()
+    if accumulator:
+        units = [replace(u, accumulator_bytes=4 * u.num_params) for u in workload.units]
+        workload = replace(workload, units=tuple(units))
+    options = PlannerOptions(states="ssd", swap_to="ssd", schedule="deferred")
+    plan = make_plan("swap-all", workload, small_hardware(), budget(), options)
+    need = sum(host_bytes_needed(workload, plan).values())
+    with pytest.raises(InsufficientMemoryError) as error:
+        make_plan("swap-all", workload, small_hardware(), budget(host=need - 1), options)
+    assert ("accumulate='manual'" in error.value.advice) is not accumulator
+    assert "smaller batch" not in error.value.advice
+    in_host = PlannerOptions(states="host", swap_to="host")
+    plan = make_plan("swap-all", workload, small_hardware(), budget(), in_host)
+    need = sum(host_bytes_needed(workload, plan).values())
+    with pytest.raises(InsufficientMemoryError) as error:
+        make_plan("swap-all", workload, small_hardware(), budget(host=need - 1), in_host)
+    for part in ("states='ssd'", "swap_to='ssd'", "a smaller batch", "recomputes"):
+        assert part in error.value.advice
+    assert "accumulate=" not in error.value.advice

@@ -174,6 +174,7 @@ def test_a_step_beside_what_was_moved() -> None:
     assert found["device to host"] == [short_bytes(plan.prediction.d2h_bytes), "1.00 MiB"]
     assert found["SSD read"][1] == "3.00 GiB"
     assert found["bound by"][0] == plan.prediction.binding
+    assert found["optimizer schedule"][0] == plan.schedule
     assert moved_text(moved) == "D2H 1.00 MiB, H2D 0 B, SSD read 3.00 GiB, written 0 B"
 
 

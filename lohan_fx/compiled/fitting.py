@@ -7,7 +7,7 @@ from functools import partial
 
 from lohan_fx import footprint
 from lohan_fx.compiled.options import Options
-from lohan_fx.errors import InsufficientMemoryError, PlanError
+from lohan_fx.errors import InsufficientMemoryError, PlanError, format_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Schedule, Tier
 from lohan_fx.planners import make_plan
@@ -50,8 +50,7 @@ def given_plan(options: Options, workload: Workload) -> Plan | None:
                 whole,
                 have,
                 where="the whole step, by the plan given to compile",
-                advice="Give compile the memory= that it was made for, or make a plan for this "
-                "one: leave plan= out.",
+                advice=_why_too_large(options, plan, tier, peak, have),
             )
     prediction = dataclasses.replace(
         plan.prediction,
@@ -60,6 +59,27 @@ def given_plan(options: Options, workload: Workload) -> Plan | None:
         peak_ssd_bytes=need["ssd"][0],
     )
     return dataclasses.replace(plan, prediction=prediction)
+
+
+def _why_too_large(options: Options, plan: Plan, tier: Tier, peak: int, have: int) -> str:
+    """What a given plan was made for that is not so here; and what to do."""
+    planned = getattr(plan.prediction, f"peak_{tier}_bytes")
+    if peak != planned:
+        return (
+            f"The plan was made for {format_bytes(planned)} at its peak, which here is "
+            f"{format_bytes(peak)}: with another batch or optimizer, or without what adds "
+            "gradients up here (accumulates=True of lohan_fx.plan). Make a plan of this, or leave "
+            "plan= out."
+        )
+    if peak <= have:
+        return (
+            f"One forward fits, forwards={options.forwards} hold more at once: leave plan= out, or "
+            "make it for less memory."
+        )
+    return (
+        "Give compile the memory= that it was made for, or make a plan for this one: leave plan= "
+        "out."
+    )
 
 
 def _need(workload: Workload, plan: Plan) -> dict[Tier, tuple[int, int]]:

@@ -39,6 +39,7 @@ from lohan_fx.planners.registry import PlannerOptions, register
 from lohan_fx.planners.schedule import Choices, device_error, finish
 from lohan_fx.planners.simplex import solve
 from lohan_fx.planners.strategy import Strategy
+from lohan_fx.planners.tiers import check_ssds
 from lohan_fx.planners.trial import leanest_draft
 from lohan_fx.workload import Workload
 
@@ -142,15 +143,10 @@ def frontier(
 
 
 def _check(workload: Workload, hw: HardwareProfile, options: PlannerOptions) -> None:
-    fixed = dict(options.fixed_units or {})
-    unknown = set(fixed) - set(workload.unit_by_name)
+    unknown = set(options.fixed_units or {}) - set(workload.unit_by_name)
     if unknown:
         raise PlanError(f"fixed_units names unknown units {sorted(unknown)[:5]}")
-    wants = "ssd" in (options.states, options.swap_to, *fixed.values())
-    if wants and not hw.ssds:
-        raise PlanError(
-            f"the options ask for the ssd tier, but hardware profile {hw.name} has no SSDs"
-        )
+    check_ssds(hw, options)
 
 
 class _Search:

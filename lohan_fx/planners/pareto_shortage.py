@@ -15,6 +15,7 @@ from lohan_fx.planners.model import Model
 from lohan_fx.planners.pareto_report import NAME
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.planners.schedule import device_error
+from lohan_fx.planners.tiers import host_advice
 from lohan_fx.planners.trial import leanest_draft, least_host, least_memory
 from lohan_fx.program import lower, residency
 
@@ -56,7 +57,16 @@ class Shortage:
     def least_error(self) -> InsufficientMemoryError:
         """What the leanest plan needs; of the device if that is what it lacks."""
         device = [e for e in self.errors if e.tier == "device"]
-        return min(device or self.errors, key=lambda e: e.need_bytes)
+        least = min(device or self.errors, key=lambda e: e.need_bytes)
+        where = least.where.partition(", strategy ")[0]  # one of those that this one tried
+        return InsufficientMemoryError(
+            least.tier,
+            least.need_bytes,
+            least.have_bytes,
+            where=f"{where}, strategy {NAME!r}",
+            at_peak=least.at_peak,
+            advice=least.advice,
+        )
 
     def _of_host(self) -> InsufficientMemoryError | None:
         """Of host memory, if a plan fits with more of that alone."""
@@ -65,24 +75,23 @@ class Shortage:
             return None
         need, made = found
         parts = host_bytes_needed(self.model.workload, made.plan)
-        advice = "Give the plan more host memory or an SSD"
+        advice = host_advice(self.model.workload, made.plan)
         where = "the whole step"
         if self.model.options.schedule == "speculative":
             where += ", with second copies of units in host memory"
             if self._fits_deferred():
-                advice += ", or use schedule='deferred': it needs no second copies, and fits"
+                advice += " Or use schedule='deferred': it needs no second copies, and fits."
             else:
-                advice += "; schedule='deferred', which needs no second copies, does not fit either"
-        elif self.budget.ssd_bytes:
-            more = " or more room on SSD" if any(e.tier == "ssd" for e in self.errors) else ""
-            advice = f"Give the plan more host memory{more}"
+                advice += " schedule='deferred', which needs no second copies, does not fit either."
+        elif self.budget.ssd_bytes and any(e.tier == "ssd" for e in self.errors):
+            advice += " More room on SSD would do, too."
         return InsufficientMemoryError(
             "host",
             need,
             self.budget.host_bytes,
             where=where,
             at_peak=sorted(((n, b) for n, b in parts.items() if b), key=lambda part: -part[1]),
-            advice=advice + ".",
+            advice=advice,
         )
 
     def _fits_deferred(self) -> bool:

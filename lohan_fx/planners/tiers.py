@@ -7,9 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from lohan_fx.errors import InsufficientMemoryError, PlanError
 from lohan_fx.footprint import (
     align,
+    has_own_buffer,
     host_breakdown,
     host_bytes_needed,
     may_park,
+    own_buffers,
     ssd_bytes_needed,
     unit_bytes,
 )
@@ -22,6 +24,15 @@ from lohan_fx.workload import Workload
 def has_ssd(hw: HardwareProfile, budget: MemoryBudget) -> bool:
     """Whether a plan may use the SSD tier."""
     return bool(hw.ssds) and budget.ssd_bytes > 0
+
+
+def check_ssds(hw: HardwareProfile, options: PlannerOptions) -> None:
+    """Raise PlanError if the options ask for the SSD tier, and there are no SSDs."""
+    for name in ("states", "swap_to"):
+        if getattr(options, name) == "ssd":
+            _need_ssd(hw, f"{name}='ssd'")
+    if "ssd" in (options.fixed_units or {}).values():
+        _need_ssd(hw, "fixed_units")
 
 
 def _need_ssd(hw: HardwareProfile, what: str) -> None:
@@ -231,7 +242,7 @@ def check_capacity(workload: Workload, plan: Plan, budget: MemoryBudget) -> None
                 have,
                 where=f"the whole step, strategy {plan.strategy!r}",
                 at_peak=[(name, size) for name, size in parts if size],
-                advice=_ADVICE[tier],
+                advice=_SSD_ADVICE if tier == "ssd" else host_advice(workload, plan),
             )
 
 
@@ -273,8 +284,31 @@ def check_states(
     )
 
 
-_ADVICE: Mapping[Tier, str] = {
-    "host": "Give the plan more host memory or an SSD (states='ssd', swap_to='ssd'), a smaller "
-    "batch, or a strategy that recomputes.",
-    "ssd": "Give the plan a larger SSD, or let states or activations stay in host memory.",
-}
+_SSD_ADVICE = "Give the plan a larger SSD, or let states or activations stay in host memory."
+
+
+def host_advice(workload: Workload, plan: Plan) -> str:
+    """What makes a plan take less host memory."""
+    need = host_bytes_needed(workload, plan)
+    ways = ["more host memory"]
+    if need["units"] or need["spares"]:
+        ways.append("an SSD for states (states='ssd')")
+    if need["residuals"]:
+        ways += [
+            "an SSD for activations (swap_to='ssd')",
+            "a smaller batch",
+            "a strategy that recomputes",
+        ]
+    found = f"Give the plan {' or '.join(ways)}."
+    own = own_buffers(plan)
+    waiting = [
+        unit
+        for unit in workload.units
+        if plan.units[unit.name].tier == "ssd" and has_own_buffer(unit, "ssd", plan.schedule, own)
+    ]
+    if waiting:
+        found += (
+            " Gradients wait in host memory for optimizer.step(): with accumulate='manual' they "
+            "are added to sums beside the states, on the SSD."
+        )
+    return found
