@@ -126,7 +126,9 @@ def net(make: Callable[[Tensor], Tensor], *, first: nn.Module | None = None) -> 
 # -- masks of attention ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 @pytest.mark.parametrize("num_layers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_layers_of_a_llama_read_one_mask(num_layers: int, dtype: torch.dtype) -> None:
     model, inputs = attending_llama(num_layers)
@@ -186,7 +188,9 @@ def test_llamas_train_exactly(
     compiled.lohan.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 def test_what_one_mask_does_to_a_llamas_memory(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
