@@ -177,7 +177,13 @@ def check_plan(runner: Runner, plan: Plan) -> Rewrite:
     return rewrite
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "resnet"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt2", "llama", "resnet"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "t5")),
+    ],
+)
 def test_random_plans_of_large_models(name: str) -> None:
     runner = Runner(step(name))
     for seed in (0, 1):

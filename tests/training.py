@@ -210,7 +210,7 @@ def remember_captures(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         modes = tuple(m.training for m in model.modules())
         flags = [v for v in (*args, *kwargs.values()) if isinstance(v, bool)]
         dtypes = frozenset(p.dtype for p in model.parameters())
-        key = (name, type(model), modes, dtypes, *flags, *options.items())
+        key = (name, type(model), modes, dtypes, *flags, repr(options))
         if key not in _captured:
             _captured[key] = capture(model, args, kwargs, **options)
         return _captured[key]
