@@ -38,7 +38,7 @@ from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.planning import next_batch
 from lohan_fx.report import render
 from lohan_fx.simulate import simulate
-from tests.toys import WIDTH, Block, Toy, made, meta, rows, toy
+from tests.toys import WIDTH, Block, Toy, made, meta, rows, small, toy
 from tests.workloads import gpt_workload, small_hardware
 
 HW = small_hardware()
@@ -53,12 +53,6 @@ def plan_toy(**more: Any) -> Planned:
     return plan(meta(lambda: toy(8)), rows(), **{"hw": HW, **more})
 
 
-def small() -> tuple[nn.Module, torch.Tensor]:
-    """With so few blocks that all are traced."""
-    torch.manual_seed(0)
-    return toy(2), torch.randn(8, WIDTH)
-
-
 @pytest.fixture(scope="module")
 def planned() -> Planned:
     return plan_toy(batch=64)
@@ -68,9 +62,9 @@ def planned() -> Planned:
 
 
 def test_it_is_the_plan_that_compile_makes() -> None:
-    model, x = toy(2), torch.randn(8, WIDTH)
+    model, x = toy(1), torch.randn(8, WIDTH)
     hw = small_hardware(device_kind="cpu", ssd=False)
-    memory = {"device": "20KiB"}
+    memory = {"device": "14KiB"}
     found = lohan_fx.plan(model, x, hw=hw, memory=memory)
     optimizer = torch.optim.AdamW(model.parameters())
     compiled = lohan_fx.compile(model, hw=hw, optimizer=optimizer, memory=memory)

@@ -320,7 +320,8 @@ def test_initialization_is_that_of_eager_mode(
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama", "bert", pytest.param("t5", marks=pytest.mark.slow)]
+    "name",
+    ["gpt2", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "t5"))],
 )
 def test_initialization_of_transformers(name: str, tmp_path: Path) -> None:
     model, _ = compiled(tmp_path, meta(EXAMPLES[name].build).train(), "init")
@@ -416,7 +417,12 @@ def test_without_an_optimizer_gradients_land_in_grad(tmp_path: Path) -> None:
     model.lohan.close()
 
 
-@pytest.mark.parametrize("strategy", names())
+QUICK = ("keep-all", "swap-all", "recompute-all", "lohan", "random")
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in names()]
+)
 def test_every_strategy_starts_on_meta(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
