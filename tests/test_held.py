@@ -29,7 +29,7 @@ from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lane import Lane
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.updates import Updater
-from tests.training import alternating
+from tests.training import alternating, remember_captures
 
 TIERS = ("device", "host", "ssd")
 Held = Literal["loss", "loss before backward", "recorder", "error", "program"]
@@ -139,6 +139,7 @@ def failed_backward(loss: Tensor, patch: pytest.MonkeyPatch) -> BaseException:
 def test_nothing_is_left(
     states: str, held: Held, how: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    remember_captures(monkeypatch, "four layers")
     run = Run(hw, states)
     watched = Watched(run.model)
     assert watched.kinds >= {"copy", "master", "moment", "sum", "saved"}

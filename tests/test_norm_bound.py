@@ -214,7 +214,7 @@ def test_a_step_that_is_skipped(bad: int | None, late: Late, hw: HardwareProfile
     assert [enough for _, enough in late.bounds] == [True, bad is None, True]
 
 
-@pytest.mark.parametrize("name", ["tied", "gpt2"])
+@pytest.mark.parametrize("name", ["tied", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_tied_weights(name: str, late: Late, hw: HardwareProfile) -> None:
     loop = scaled(name, [[1.0, 0.5]] * 2)
     sides = [run(s, loop, hw, name, accumulate=2)[0] for s in ("deferred", "speculative")]

@@ -190,7 +190,7 @@ def test_random_plans_of_large_models(name: str) -> None:
         check_plan(runner, random_plan(runner.step, seed))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(name=st.sampled_from(SMALL), seed=st.integers(0, 2**32 - 1))
 def test_random_plans_of_small_models(name: str, seed: int) -> None:
     runner = Runner(step(name))
