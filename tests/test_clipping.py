@@ -147,8 +147,7 @@ def test_by_norm_where_the_device_writes_gradients(
     check("gpt2", loop, hw, monkeypatch, strategy=strategy, clip_grad_norm=0.1)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize(("states", "accumulate"), alternating(TIERS, (1, 2)))
 def test_parameters_without_a_gradient(states: str, accumulate: int, hw: HardwareProfile) -> None:
     """They have no part in the norm (DeepSpeed #5241); sums that the last backward misses do."""
 

@@ -477,7 +477,11 @@ def test_llamas_layers_share_their_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "dtype"), [("keep-all", torch.bfloat16), ("recompute-all", torch.float32)]
+    ("strategy", "dtype"),
+    [
+        ("keep-all", torch.bfloat16),
+        pytest.param("recompute-all", torch.float32, marks=pytest.mark.slow),
+    ],
 )
 def test_fused_llamas_take_no_more_memory(strategy: str, dtype: torch.dtype) -> None:
     """An op has all that it reads and makes at once; a step's peak is where that is most."""

@@ -34,7 +34,7 @@ from tests.loops import InjectedError, compiled, sometimes, updater_of
 from tests.models import loss_of, make
 from tests.test_speculative import NEVER, sweep, wait_until_begun
 from tests.test_trial_sums import Additions, Side, additions, assert_alike
-from tests.training import identical, training_of
+from tests.training import alternating, identical, training_of
 
 __all__ = ["additions"]  # a fixture
 
@@ -142,8 +142,9 @@ def norms_of(side: Side, per_step: int) -> list[float]:
 # -- the same steps ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [2, 3, "manual"])
-@pytest.mark.parametrize("limit", ["far", "between", "clips"])
+@pytest.mark.parametrize(
+    ("limit", "accumulate"), alternating(("far", "between", "clips"), (2, 3, "manual"))
+)
 def test_the_same_as_with_all_norms(
     limit: str,
     accumulate: int | str,

@@ -506,7 +506,7 @@ def best_recomputation(workload: Workload, limit: MemoryBudget) -> float:
     return best
 
 
-@pytest.mark.parametrize("part", [0.65, 0.8])
+@pytest.mark.parametrize("part", [0.65, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_the_bound_is_the_best_recomputation(part: float) -> None:
     workload = chain(3, seed=1)
     most = make_plan("keep-all", workload, HW, budget()).prediction.peak_device_bytes

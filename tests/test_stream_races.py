@@ -453,7 +453,7 @@ def test_updates_wait_for_gradients(
     assert watched.races()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_weights_are_written_after_an_evaluation_has_read_them(
     dtype: torch.dtype | None, simulated: SimulatedStreams, tmp_path: Path
 ) -> None:
