@@ -26,6 +26,7 @@ from tests.models import loss_of, make
 from tests.training import (
     Squeezed,
     WithCopies,
+    alternating,
     identical,
     remember_captures,
     training_of,
@@ -91,9 +92,11 @@ COPIES = "ssd, with copies in host memory"
 
 
 def with_copies(*states: str) -> Any:
-    """Schedules and where the states are. With copies, in the default suite, one schedule only:
-    its fetches wait for less than an update's write."""
-    rows = [(schedule, where) for where in states for schedule in SCHEDULES]
+    """Schedules and where the states are; in the default suite, of several tiers every second pair.
+    With copies, there, one schedule only: its fetches wait for less than an update's write."""
+    rows = alternating(SCHEDULES, states)
+    if len(states) == 1:
+        rows = [(schedule, *states) for schedule in SCHEDULES]
     slow = [(schedule, COPIES) for schedule in SCHEDULES if schedule != "overlapped"]
     return pytest.mark.parametrize(
         ("schedule", "where"),

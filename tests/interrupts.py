@@ -1,5 +1,6 @@
 """Interrupts what threads share, again and again, and sees that everybody goes on. A process of its
-own (python -m tests.interrupts traced|signals seconds), which ends with all stacks if it hangs."""
+own (python -m tests.interrupts traced every | signals seconds), which ends with all stacks if it
+hangs."""
 
 from __future__ import annotations
 
@@ -108,12 +109,12 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def traced(do: Callable[[], None], check: Callable[[], None]) -> int:
-    """Interrupt at every line, call and return."""
+def traced(do: Callable[[], None], check: Callable[[], None], every: int) -> int:
+    """Interrupt at every line, call and return, or at every second, …"""
     with interrupted() as counted:
         do()
     check()
-    for at in range(1, counted.count + 1):
+    for at in range(1, counted.count + 1, every):
         time.sleep(0.001)  # threads have nothing to do and sleep
         with interrupted(at) as places:
             try:
@@ -122,7 +123,7 @@ def traced(do: Callable[[], None], check: Callable[[], None]) -> int:
                 say(places.place)
         faulthandler.dump_traceback_later(HANGS_S, exit=True)
         check()
-    return counted.count
+    return len(range(1, counted.count + 1, every))
 
 
 def signals(do: Callable[[], None], check: Callable[[], None], seconds: float) -> int:
@@ -142,14 +143,14 @@ def signals(do: Callable[[], None], check: Callable[[], None], seconds: float) -
     return count
 
 
-def main(how: str, seconds: float) -> None:
+def main(how: str, amount: float) -> None:
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     shared = Shared()
     for name in ("submit", "drain", "borrow", "transfer", "touch", "make", "save"):
         do = getattr(shared, name)
         say(name)
         check = shared.check
-        count = traced(do, check) if how == "traced" else signals(do, check, seconds)
+        count = traced(do, check, int(amount)) if how == "traced" else signals(do, check, amount)
         assert count > 10
         say(f"{count} interrupts")
     shared.close()

@@ -220,8 +220,11 @@ def test_states_are_saved_and_loaded_in_the_middle(
     ("states", "dtype"),
     [("ssd", "bf16"), *(pytest.param(*x, marks=pytest.mark.slow) for x in MORE_MIXED)],
 )
-def test_sums_are_of_the_masters_dtype(states: str, dtype: str, hw: HardwareProfile) -> None:
+def test_sums_are_of_the_masters_dtype(
+    states: str, dtype: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As those that users see with gradients="kept", which are checked against plain sums."""
+    remember_captures(monkeypatch, "gpt2")
     sides = []
     for options in ({"accumulate": 3}, {"gradients": "kept"}):
         model, inputs = make("gpt2")

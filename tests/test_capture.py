@@ -17,6 +17,7 @@ from lohan_fx.errors import CaptureError
 from lohan_fx.joint_graph import InputRole, OutputRole, is_random, op_name
 from tests.captured import check_exact, check_step, leaves, step
 from tests.models import EXAMPLES, VOCAB, WIDTH, make
+from tests.training import alternating
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -61,8 +62,9 @@ def test_the_graph_is_eager_under_autocast() -> None:
     assert made == {torch.bfloat16, torch.float32}
 
 
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(
+    ("bidirectional", "layer"), alternating((False, True), (nn.LSTM, nn.GRU, nn.RNN))
+)
 def test_recurrent_layers_are_their_unfused_cells(
     layer: type[nn.RNNBase], bidirectional: bool
 ) -> None:

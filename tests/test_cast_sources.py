@@ -27,11 +27,11 @@ from lohan_fx.program import regions_of
 from lohan_fx.workload import Workload
 from tests.captured import BUDGET, HW, STATES, Step, check_exact, step_of
 from tests.models import VOCAB, WIDTH, make
-from tests.training import Squeezed, cpu_hardware, identical, training_of
+from tests.training import Squeezed, cpu_hardware, identical, remember_captures, training_of
 
 aten = torch.ops.aten
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-NUM_LAYERS = 3
+NUM_LAYERS = 2
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def test_a_llama_is_exact(llama_step: Step) -> None:
     check_exact(llama_step.model, (), llama_step.kwargs, captured=llama_step.captured)
 
 
-@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_dropout_and_bfloat16_are_exact(name: str) -> None:
     """Dropout in Llama's attention, and everywhere in T5; norms and softmax in float32."""
     model, inputs = make(name)
@@ -207,7 +207,10 @@ def test_dropout_and_bfloat16_are_exact(name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["recompute-all", "swap-all", "lohan"])
-def test_training_a_llama_is_plain_pytorchs(strategy: str, tmp_path: Path) -> None:
+def test_training_a_llama_is_plain_pytorchs(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember_captures(monkeypatch, "llama with casts")
     model, inputs = llama(2)
     plain = copy.deepcopy(model)
     training, other = training_of("adamw", model), training_of("adamw", plain)
@@ -532,7 +535,7 @@ instructions = st.tuples(
 )
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.lists(instructions, min_size=2, max_size=14))
 def test_random_steps_are_exact_and_save_no_more(program: list[Instruction]) -> None:
     torch.manual_seed(0)

@@ -513,7 +513,7 @@ def test_a_killed_save_leaves_a_complete_checkpoint(way: str, tmp_path: Path) ->
         with killed_at_the_end(directory, way) as process:
             assert process.stdout is not None
             done = int(process.stdout.readline())
-            for _ in range(10):
+            for _ in range(5):
                 time.sleep(chance.uniform(0, 0.02))
                 process.send_signal(signal.SIGSTOP)  # as if it had been killed here
                 found = lohan_fx.load(model, directory, optimizer=optimizer)

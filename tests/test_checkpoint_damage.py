@@ -27,7 +27,7 @@ from tests.checkpoints import (
     started,
     state_of,
 )
-from tests.training import cpu_hardware, identical, remember_captures
+from tests.training import alternating, cpu_hardware, identical, remember_captures
 
 
 @pytest.fixture(scope="module")
@@ -102,37 +102,36 @@ def _flipped(name: str, at: int) -> Callable[[Path], None]:
     return damage
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (_cut("model.safetensors"), r"model\.safetensors is no complete safetensors file"),
-        (_cut("optimizer.safetensors"), r"optimizer\.safetensors is no complete safetensors"),
-        (_cut("extra.safetensors"), r"extra\.safetensors is no complete safetensors file"),
-        (_cut("checkpoint.json"), r"checkpoint\.json is damaged"),
-        (_without("embedding.weight.exp_avg"), r"lacks embedding\.weight\.exp_avg$"),
-        (_rewritten(version=9), r"is of version 9; this lohan_fx reads 1"),
-        (_rewritten(format="x"), r"is of another format"),
-        (_rewritten(optimizer=None), r"has no states of an optimizer.* optimizer=False"),
-        (
-            _edited("checkpoint.json", b'decay": 0.1', b'decay": 0.3'),
-            r"checkpoint\.json is damaged: it has other values .* remove its last",
-        ),
-        (_lost("model.safetensors"), r"saved with model\.safetensors: copy them back, or load an"),
-        (_lost("optimizer.safetensors"), r"with optimizer\.safetensors: .*optimizer=False\) takes"),
-        (
-            _lost("extra.safetensors"),
-            r"saved with extra\.safetensors: .* compile\(weights='/.*/c'\)",
-        ),
-        (
-            _edited("model.safetensors", b"blocks.0", b"blocks.7"),
-            r"model\.safetensors is damaged: its header has other",
-        ),
-        (_flipped("extra.safetensors", -9), r"extra\.safetensors is damaged: tensor random\."),
-        (lambda path: (path / "checkpoint.json").unlink(), r"is no checkpoint of lohan_fx\.save"),
-        (shutil.rmtree, r"is no checkpoint of lohan_fx\.save"),
-    ],
+DAMAGES = (
+    (_cut("model.safetensors"), r"model\.safetensors is no complete safetensors file"),
+    (_cut("optimizer.safetensors"), r"optimizer\.safetensors is no complete safetensors"),
+    (_cut("extra.safetensors"), r"extra\.safetensors is no complete safetensors file"),
+    (_cut("checkpoint.json"), r"checkpoint\.json is damaged"),
+    (_without("embedding.weight.exp_avg"), r"lacks embedding\.weight\.exp_avg$"),
+    (_rewritten(version=9), r"is of version 9; this lohan_fx reads 1"),
+    (_rewritten(format="x"), r"is of another format"),
+    (_rewritten(optimizer=None), r"has no states of an optimizer.* optimizer=False"),
+    (
+        _edited("checkpoint.json", b'decay": 0.1', b'decay": 0.3'),
+        r"checkpoint\.json is damaged: it has other values .* remove its last",
+    ),
+    (_lost("model.safetensors"), r"saved with model\.safetensors: copy them back, or load an"),
+    (_lost("optimizer.safetensors"), r"with optimizer\.safetensors: .*optimizer=False\) takes"),
+    (
+        _lost("extra.safetensors"),
+        r"saved with extra\.safetensors: .* compile\(weights='/.*/c'\)",
+    ),
+    (
+        _edited("model.safetensors", b"blocks.0", b"blocks.7"),
+        r"model\.safetensors is damaged: its header has other",
+    ),
+    (_flipped("extra.safetensors", -9), r"extra\.safetensors is damaged: tensor random\."),
+    (lambda path: (path / "checkpoint.json").unlink(), r"is no checkpoint of lohan_fx\.save"),
+    (shutil.rmtree, r"is no checkpoint of lohan_fx\.save"),
 )
-@pytest.mark.parametrize("compiled", [False, True])
+
+
+@pytest.mark.parametrize(("compiled", "damage", "message"), alternating((False, True), DAMAGES))
 def test_a_damaged_checkpoint_changes_nothing(
     damage: Any, message: str, compiled: bool, tmp_path: Path
 ) -> None:

@@ -161,7 +161,13 @@ def num_chunks(captured: Captured) -> int:
     return len({m[1] for m in found if m})
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("bert", "t5") else ())
+        for name in MODELS
+    ],
+)
 def test_a_step_in_chunks_equals_eager_to_rounding(name: str) -> None:
     model, inputs = make(name)
     captured = capture(model, (), inputs, loss_chunk_bytes=chunk_bytes(inputs))
@@ -340,10 +346,13 @@ def compiled(
     return made, training
 
 
-STRATEGIES = ["keep-all", "lohan", "recompute-all", "swap-all"]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("lohan", "swap-all"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("keep-all", "recompute-all")),
+    ],
+)
 def test_training_equals_eager_to_rounding(strategy: str, tmp_path: Path) -> None:
     vocabulary = 1000
     model, inputs = large(vocabulary)
@@ -373,7 +382,13 @@ def test_training_equals_eager_to_rounding(strategy: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("keep-all", "recompute-all"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("lohan", "swap-all")),
+    ],
+)
 def test_the_peak_falls_as_predicted(strategy: str, tmp_path: Path) -> None:
     vocabulary = 10_000
     logits = 400 * vocabulary * 4

@@ -20,10 +20,10 @@ from lohan_fx.plan import Plan
 from lohan_fx.planned import Planned
 from lohan_fx.planners import make_plan
 from lohan_fx.timeline import load_trace, save_trace
-from tests.toys import made
+from tests.toys import made, small
 from tests.workloads import budget, gpt_workload, small_hardware
 
-TOY = "tests.toys:made"
+TOY, SMALL = "tests.toys:made", "tests.toys:small"
 
 
 def run(*arguments: str | Path) -> Result:
@@ -107,18 +107,18 @@ def test_axes_of_a_plan(hw: Path, tmp_path: Path) -> None:
 
 
 def test_searching(hw: Path) -> None:
-    model, inputs = made()
+    model, inputs = small()
     ask = {"hw": str(hw), "strategy": "keep-all", "batch": 5}
     peak = lohan_fx.plan(model, inputs, **ask).plan.prediction.peak_device_bytes
     text = output(
-        *("plan", TOY, "--hw", hw, "--strategy", "keep-all"),
+        *("plan", SMALL, "--hw", hw, "--strategy", "keep-all"),
         *("--memory", f"device={peak / 1024}KiB", "--search", "max-batch", "--batch", "4"),
     )
     assert "max-batch: batch 5" in text
     assert "limit: batch 6" in text
     assert "device memory: needs" in text
-    assert "name one" in message("plan", TOY, "--hw", hw, "--search", "max-model")
-    assert "max-batch" in message("plan", TOY, "--hw", hw, "--search", "max-speed")
+    assert "name one" in message("plan", SMALL, "--hw", hw, "--search", "max-model")
+    assert "max-batch" in message("plan", SMALL, "--hw", hw, "--search", "max-speed")
 
 
 def test_simulate(saved: Path, hw: Path, tmp_path: Path) -> None:

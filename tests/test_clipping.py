@@ -25,6 +25,7 @@ from tests.loops import TIERS, assert_same, check, compiled, sometimes, windows
 from tests.models import loss_of, make
 from tests.training import (
     Training,
+    alternating,
     identical,
     remember_captures,
     training_of,
@@ -147,8 +148,7 @@ def test_by_norm_where_the_device_writes_gradients(
     check("gpt2", loop, hw, monkeypatch, strategy=strategy, clip_grad_norm=0.1)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize(("states", "accumulate"), alternating(TIERS, (1, 2)))
 def test_parameters_without_a_gradient(states: str, accumulate: int, hw: HardwareProfile) -> None:
     """They have no part in the norm (DeepSpeed #5241); sums that the last backward misses do."""
 
@@ -189,9 +189,14 @@ def test_parameters_without_a_gradient(states: str, accumulate: int, hw: Hardwar
     ],
 )
 def test_mixed_precision_clips_float32_gradients(
-    states: str, dtype: str, accumulate: int, hw: HardwareProfile
+    states: str,
+    dtype: str,
+    accumulate: int,
+    hw: HardwareProfile,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As clip_grad_norm_ does to float32 gradients that users see (gradients="kept")."""
+    remember_captures(monkeypatch, "gpt2")
     sides = []
     for kept in (True, False):
         model, inputs = make("gpt2")
@@ -297,19 +302,21 @@ def test_norms_of_low_precision(dtype: torch.dtype) -> None:
 # -- skipped steps ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("states", "schedule", "accumulate"),
-    [
-        ("device", "serial", 1),
-        ("device", "deferred", 2),
-        ("host", "deferred", 1),
-        ("host", "speculative", 2),
-        ("ssd", "serial", 2),
-        ("ssd", "deferred", 1),
-        ("ssd", "deferred", 2),
-    ],
+SKIPPING = (
+    ("device", "serial", 1),
+    ("device", "deferred", 2),
+    ("host", "deferred", 1),
+    ("host", "speculative", 2),
+    ("ssd", "serial", 2),
+    ("ssd", "deferred", 1),
+    ("ssd", "deferred", 2),
 )
-@pytest.mark.parametrize("what", [math.inf, math.nan])
+
+
+@pytest.mark.parametrize(
+    ("what", "states", "schedule", "accumulate"),
+    alternating((math.inf, math.nan), SKIPPING),
+)
 def test_a_step_that_is_skipped(
     what: float,
     states: str,

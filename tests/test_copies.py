@@ -72,7 +72,13 @@ def assert_like_host(
 # -- the same training ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param(s, marks=pytest.mark.slow if s in ("naive", "optimized") else ())
+        for s in SCHEDULES
+    ],
+)
 @pytest.mark.parametrize(
     ("name", "every"),
     [("gpt2", 1), *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)],

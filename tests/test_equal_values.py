@@ -126,7 +126,9 @@ def net(make: Callable[[Tensor], Tensor], *, first: nn.Module | None = None) -> 
 # -- masks of attention ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 @pytest.mark.parametrize("num_layers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_layers_of_a_llama_read_one_mask(num_layers: int, dtype: torch.dtype) -> None:
     model, inputs = attending_llama(num_layers)
@@ -186,13 +188,15 @@ def test_llamas_train_exactly(
     compiled.lohan.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 def test_what_one_mask_does_to_a_llamas_memory(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who keeps all holds a mask less for every layer but one. Who recomputes all holds one from
     its first reader in backward to the last, where every layer had its own: no more than that."""
-    num_layers, length = 3, 64
+    num_layers, length = 2, 64
     model, inputs = attending_llama(num_layers)
     inputs |= dict.fromkeys(("input_ids", "labels"), torch.zeros(2, length, dtype=torch.int64))
     layouts = unit_layouts(model, [name for name, _ in model.named_parameters()], STATES)
@@ -621,7 +625,7 @@ class Random(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(k, marks=pytest.mark.slow) for k in range(4, 12))]
+    "seed", [*range(2), *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, 12))]
 )
 def test_steps_at_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []

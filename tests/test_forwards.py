@@ -20,6 +20,7 @@ from tests.models import loss_of, make
 from tests.training import (
     Squeezed,
     Training,
+    alternating,
     identical,
     remember_captures,
     training_of,
@@ -126,8 +127,9 @@ def towers() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2), torch.randn(4, 8)
 
 
-@pytest.mark.parametrize("states", TIERS)
-@pytest.mark.parametrize("kind", ["contrast", "chain", "shapes", "both orders"])
+@pytest.mark.parametrize(
+    ("kind", "states"), alternating(("contrast", "chain", "shapes", "both orders"), TIERS)
+)
 def test_what_a_loss_may_do(kind: str, states: str, hw: HardwareProfile) -> None:
     """Compare outputs, feed one into the other, take batches of other shapes; backwards of losses
     of their own, in any order."""

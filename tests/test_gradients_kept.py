@@ -25,6 +25,7 @@ from tests.faults import interrupted
 from tests.loops import TIERS, InjectedError, sometimes
 from tests.models import MLP, loss_of, make
 from tests.training import (
+    alternating,
     identical,
     remember_captures,
     training_of,
@@ -233,8 +234,11 @@ def test_parameters_without_a_gradient(states: str, hw: HardwareProfile) -> None
         pytest.param("ssd", "fp16", marks=pytest.mark.slow),
     ],
 )
-def test_sums_are_of_the_masters_dtype(states: str, dtype: str, hw: HardwareProfile) -> None:
+def test_sums_are_of_the_masters_dtype(
+    states: str, dtype: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sum of float(gradient); clipped, it is what the masters are updated with."""
+    remember_captures(monkeypatch, "gpt2")
     model, inputs = make("gpt2")
     model.eval()  # no dropout: backwards repeat
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -290,8 +294,11 @@ def test_bf16_parameters_have_fp32_gradients(hw: HardwareProfile) -> None:
         *(pytest.param(*x, marks=pytest.mark.slow) for x in (("device", None), ("ssd", True))),
     ],
 )
-def test_grad_scaler(states: str, fused: bool | None, hw: HardwareProfile) -> None:
+def test_grad_scaler(
+    states: str, fused: bool | None, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """fp16 with loss scaling: a step that overflows is skipped, others see unscaled gradients."""
+    remember_captures(monkeypatch, "gpt2")
     model, inputs = make("gpt2")
     model.eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
@@ -442,8 +449,7 @@ def test_schedules_that_update_in_backward(schedule: str, hw: HardwareProfile) -
         compiled(model, optimizer, hw, gradients="lost")
 
 
-@pytest.mark.parametrize("states", TIERS)
-@pytest.mark.parametrize("where", ["backward", "addition"])
+@pytest.mark.parametrize(("where", "states"), alternating(("backward", "addition"), TIERS))
 def test_a_backward_that_fails(
     where: str, states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,8 +485,11 @@ def test_a_backward_that_fails(
     assert all(map(identical, made.parameters(), plain.parameters()))
 
 
-def test_the_gradient_counts_in_every_tier(hw: HardwareProfile) -> None:
+def test_the_gradient_counts_in_every_tier(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As large as the masters, where the states are."""
+    remember_captures(monkeypatch, "mlp")
     sizes = {}
     for kept in ("consumed", "kept"):
         for states in TIERS:

@@ -29,6 +29,7 @@ from lohan_fx.runtime.engine import Engine
 from lohan_fx.runtime.lane import Lane
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.updates import Updater
+from tests.training import alternating, remember_captures
 
 TIERS = ("device", "host", "ssd")
 Held = Literal["loss", "loss before backward", "recorder", "error", "program"]
@@ -127,12 +128,18 @@ def failed_backward(loss: Tensor, patch: pytest.MonkeyPatch) -> BaseException:
     return caught.value
 
 
-@pytest.mark.parametrize("how", ["closed", "deleted"])
-@pytest.mark.parametrize("held", ["loss", "loss before backward", "recorder", "error", "program"])
-@pytest.mark.parametrize("states", TIERS)
+@pytest.mark.parametrize(
+    ("states", "held", "how"),
+    alternating(
+        TIERS,
+        ("loss", "loss before backward", "recorder", "error", "program"),
+        ("closed", "deleted"),
+    ),
+)
 def test_nothing_is_left(
     states: str, held: Held, how: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    remember_captures(monkeypatch, "four layers")
     run = Run(hw, states)
     watched = Watched(run.model)
     assert watched.kinds >= {"copy", "master", "moment", "sum", "saved"}

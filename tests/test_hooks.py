@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lohan_fx
 from lohan_fx.errors import StepError
 from lohan_fx.hardware import HardwareProfile
+from tests.training import alternating
 
 
 def built() -> nn.Sequential:
@@ -47,8 +48,10 @@ HOOKS: dict[str, tuple[Callable[[Any, Callable[..., Any]], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("late", "gradients"), [(False, "consumed"), (True, "kept")])
-@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize(
+    ("kind", "late", "gradients"),
+    alternating(tuple(HOOKS), ((False, "consumed"), (True, "kept"))),
+)
 def test_a_hook_that_would_not_be_called_is_refused(
     kind: str, late: bool, gradients: Any, hw: HardwareProfile
 ) -> None:

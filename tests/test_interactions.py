@@ -24,7 +24,7 @@ from lohan_fx.runtime.ssd import Syscalls
 from lohan_fx.runtime.unit_updates import UnitUpdates
 from tests.models import make
 from tests.test_refinement import Turns
-from tests.training import remember_captures, training_of
+from tests.training import alternating, remember_captures, training_of
 
 
 class Sums(nn.Module):
@@ -82,20 +82,16 @@ def test_a_gradient_that_others_read_is_clipped_for_each_alone(
     made.lohan.close()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("write", "dtype"),
-    [("copy_", torch.bfloat16), ("data", None), ("load_state_dict", torch.bfloat16)],
-)
-@pytest.mark.parametrize(
-    "turns",
-    [
-        (("swap-all", "host"), ("keep-all", "device")),
-        (("swap-all", "device"), ("keep-all", "host")),
-    ],
-    ids=["to the device", "to the host"],
-)
+TURNS = {
+    "to the device": (("swap-all", "host"), ("keep-all", "device")),
+    "to the host": (("swap-all", "device"), ("keep-all", "host")),
+}
+WRITES = (("copy_", torch.bfloat16), ("data", None), ("load_state_dict", torch.bfloat16))
+
+
+@pytest.mark.parametrize(("where", "write", "dtype"), alternating(tuple(TURNS), WRITES))
 def test_units_that_move_take_along_what_was_written(
-    turns: Any, write: str, dtype: Any, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+    where: str, write: str, dtype: Any, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what somebody holds of the state before stays what it was."""
     seconds = {"swap-all": 2.0, "keep-all": 1.0}
@@ -112,7 +108,7 @@ def test_units_that_move_take_along_what_was_written(
             model,
             hw=hw,
             optimizer=training.optimizer,
-            strategy=Turns(*turns),
+            strategy=Turns(*TURNS[where]),
             refine=refine,
             dtype=dtype,
             schedule="optimized",
@@ -201,8 +197,9 @@ def test_a_learning_rate_that_changes_after_backward(
     made.lohan.close()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("tier", ["host", "ssd"])
-@pytest.mark.parametrize("schedule", sorted({*SCHEDULES} - {"serial"}))
+@pytest.mark.parametrize(
+    ("schedule", "tier"), alternating(sorted({*SCHEDULES} - {"serial"}), ("host", "ssd"))
+)
 def test_forward_after_an_interrupted_step(
     schedule: str, tier: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,7 +79,7 @@ def test_an_interrupt_anywhere_in_a_step(
 @pytest.mark.parametrize(
     "options",
     [
-        {"states": "device", "schedule": "serial"},
+        pytest.param({"states": "device", "schedule": "serial"}, marks=pytest.mark.slow),
         {"states": "device", "schedule": "deferred"},
         {"states": "ssd", "schedule": "deferred", "gradients": "kept"},
     ],

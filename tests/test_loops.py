@@ -328,8 +328,10 @@ def test_autocast_in_forward(hw: HardwareProfile) -> None:
     "name",
     [
         "GPT-2",
-        "resnet",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Llama", "ViT", "ResNet-50")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("resnet", "Llama", "ViT", "ResNet-50")
+        ),
     ],
 )
 def test_autocast_around_forward(name: str, hw: HardwareProfile) -> None:
@@ -377,7 +379,7 @@ def test_a_checkpoint_of_lora_does_not_look_like_one_of_the_base(tmp_path: Path)
         assert (tmp_path / str(has) / "config.json").exists() == has
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_lora_trains_adapters_alone(autocast: bool, hw: HardwareProfile) -> None:
     runs = []
     for machine in (hw, None):

@@ -34,7 +34,7 @@ from tests.loops import InjectedError, compiled, sometimes, updater_of
 from tests.models import loss_of, make
 from tests.test_speculative import NEVER, sweep, wait_until_begun
 from tests.test_trial_sums import Additions, Side, additions, assert_alike
-from tests.training import identical, training_of
+from tests.training import alternating, identical, training_of
 
 __all__ = ["additions"]  # a fixture
 
@@ -142,8 +142,9 @@ def norms_of(side: Side, per_step: int) -> list[float]:
 # -- the same steps ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulate", [2, 3, "manual"])
-@pytest.mark.parametrize("limit", ["far", "between", "clips"])
+@pytest.mark.parametrize(
+    ("limit", "accumulate"), alternating(("far", "between", "clips"), (2, 3, "manual"))
+)
 def test_the_same_as_with_all_norms(
     limit: str,
     accumulate: int | str,
@@ -214,7 +215,7 @@ def test_a_step_that_is_skipped(bad: int | None, late: Late, hw: HardwareProfile
     assert [enough for _, enough in late.bounds] == [True, bad is None, True]
 
 
-@pytest.mark.parametrize("name", ["tied", "gpt2"])
+@pytest.mark.parametrize("name", ["tied", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_tied_weights(name: str, late: Late, hw: HardwareProfile) -> None:
     loop = scaled(name, [[1.0, 0.5]] * 2)
     sides = [run(s, loop, hw, name, accumulate=2)[0] for s in ("deferred", "speculative")]

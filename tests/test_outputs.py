@@ -11,7 +11,12 @@ import torch
 import lohan_fx
 from lohan_fx.errors import StepError
 from tests.models import make
-from tests.training import cpu_hardware, identical
+from tests.training import cpu_hardware, identical, remember_captures
+
+
+@pytest.fixture(autouse=True)
+def one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    remember_captures(monkeypatch, "gpt2")
 
 
 def made(directory: Path | None, **options: Any) -> tuple[Any, dict[str, Any], Any]:
@@ -20,8 +25,8 @@ def made(directory: Path | None, **options: Any) -> tuple[Any, dict[str, Any], A
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if directory is None:
         return model, inputs, optimizer
-    hw = cpu_hardware(directory)
-    return lohan_fx.compile(model, hw=hw, optimizer=optimizer, **options), inputs, optimizer
+    options = {"hw": cpu_hardware(directory), "strategy": "lohan", **options}  # plans quickly
+    return lohan_fx.compile(model, optimizer=optimizer, **options), inputs, optimizer
 
 
 def step(each: tuple[Any, dict[str, Any], Any], seed: int, *, logits: bool) -> torch.Tensor:

@@ -28,6 +28,7 @@ from tests.models import MLP, loss_of, make
 from tests.training import (
     Squeezed,
     Training,
+    alternating,
     identical,
     model_threads,
     remember_captures,
@@ -189,8 +190,10 @@ def test_late_updates_of_other_optimizers(
     assert_same_states(model, training, reference, plain)
 
 
-@pytest.mark.parametrize("states", LATE_TIERS)
-@pytest.mark.parametrize("how", ["state_dict", "parameters", "sync", "close", "load"])
+@pytest.mark.parametrize(
+    ("how", "states"),
+    alternating(("state_dict", "parameters", "sync", "close", "load"), LATE_TIERS),
+)
 def test_who_asks_gets_updated_weights(
     how: str, states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +242,7 @@ def test_who_asks_between_backward_and_step_gets_whole_units(
     model.lohan.close()
 
 
-@pytest.mark.parametrize("states", LATE_TIERS)
+@pytest.mark.parametrize("states", [pytest.param("host", marks=pytest.mark.slow), "ssd"])
 def test_evaluation_beside_updates(
     states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,7 +268,7 @@ def test_evaluation_beside_updates(
     model.lohan.close()
 
 
-@pytest.mark.parametrize("states", LATE_TIERS)
+@pytest.mark.parametrize("states", ["host", pytest.param("ssd", marks=pytest.mark.slow)])
 def test_another_shape_beside_updates(
     states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,8 +345,10 @@ class InjectedError(Exception):
     pass
 
 
-@pytest.mark.parametrize("states", LATE_TIERS)
-@pytest.mark.parametrize("how", ["forward", "evaluation", "sync", "parameters", "close"])
+@pytest.mark.parametrize(
+    ("how", "states"),
+    alternating(("forward", "evaluation", "sync", "parameters", "close"), LATE_TIERS),
+)
 def test_an_update_that_fails(
     how: str, states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

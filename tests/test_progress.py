@@ -128,18 +128,18 @@ def test_the_option(tmp_path: Path) -> None:
         lohan_fx.compile(model, hw=cpu_hardware(tmp_path), progress="often")  # type: ignore[arg-type]
 
 
-def test_on_a_terminal_every_stage_and_nothing_left(tmp_path: Path) -> None:
+def test_on_a_terminal_every_stage_and_nothing_left() -> None:
     """A real terminal: the stages of set-up are shown, and the last control codes erase the line
     and show the cursor."""
-    code = f"""
-import pathlib, lohan_fx, lohan_fx.progress as progress
-from tests.models import make
-from tests.training import cpu_hardware, training_of
+    code = """
+import torch, lohan_fx, lohan_fx.progress as progress
+from tests.toys import made
+from tests.workloads import small_hardware
 progress.Line.__init__.__kwdefaults__["delay_s"] = 0.0
-model, inputs = make("mlp")
-hw = cpu_hardware(pathlib.Path({str(tmp_path)!r}))
-model = lohan_fx.compile(model, hw=hw, optimizer=training_of("adam", model).optimizer)
-model(**inputs)
+model, x = made()
+hw = small_hardware(device_kind="cpu", ssd=False)
+model = lohan_fx.compile(model, hw=hw, optimizer=torch.optim.AdamW(model.parameters()))
+model(x)
 """
     terminal, end = pty.openpty()
     shown = b""

@@ -32,6 +32,7 @@ from tests.training import (
     assert_identical,
     cpu_hardware,
     eager,
+    remember_captures,
     step,
     training_of,
 )
@@ -88,8 +89,10 @@ def trained(
         **{"refine": True, **options},
     )
     assert isinstance(made, LohanModule)
-    for seed, wanted in enumerate(eager(name, "adamw", NUM_STEPS)):
-        assert_identical(step(name, made, inputs, seed, training.step), wanted)
+    with pytest.MonkeyPatch.context() as patch:
+        remember_captures(patch, name)
+        for seed, wanted in enumerate(eager(name, "adamw", NUM_STEPS)):
+            assert_identical(step(name, made, inputs, seed, training.step), wanted)
     return made, inputs
 
 
@@ -114,12 +117,17 @@ def tiers(model: LohanModule) -> dict[str, str]:
     return {s.unit.name: s.tier for s in model.lohan.memory.states.units}
 
 
-@pytest.mark.parametrize("schedule", ["optimized", "overlapped", "serial"])
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (("swap-all", "host"), ("keep-all", "device")),
-        (("swap-all", "device"), ("keep-all", "host")),
+    ("first", "second", "schedule"),
+    [  # each schedule in one direction, the others are slow
+        pytest.param(
+            ("swap-all", before),
+            ("keep-all", after),
+            schedule,
+            marks=() if (k + (before == "host")) % 2 else pytest.mark.slow,
+        )
+        for before, after in (("host", "device"), ("device", "host"))
+        for k, schedule in enumerate(("optimized", "overlapped", "serial"))
     ],
 )
 @pytest.mark.usefixtures("judged")

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import lohan_fx
 from lohan_fx.errors import LohanError, StepError
 from lohan_fx.planners import names
-from tests.training import cpu_hardware, remember_captures
+from tests.training import alternating, cpu_hardware, remember_captures
 
 BUDGET = {"device": "3MiB", "host": "64MiB", "ssd": "64MiB"}
 
@@ -70,9 +70,10 @@ def saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]
     return torch.load(file)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("schedule", ["serial", "optimized", "overlapped"])
-@pytest.mark.parametrize("states", ["device", "host", "ssd"])
-@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "states", "schedule"),
+    alternating((None, "bf16"), ("device", "host", "ssd"), ("serial", "optimized", "overlapped")),
+)
 def test_a_resumed_run_is_the_same_run(
     states: Any, schedule: Any, dtype: Any, tmp_path: Path
 ) -> None:
@@ -111,7 +112,12 @@ def test_a_plain_run_goes_on_compiled(tmp_path: Path) -> None:
     model.lohan.close()
 
 
-@pytest.mark.parametrize("strategy", names())
+QUICK = ("keep-all", "swap-all", "recompute-all", "lohan", "random", "lohan-resident", "pareto")
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in names()]
+)
 def test_evaluation_between_steps(strategy: str, tmp_path: Path) -> None:
     """A program without backward, whose units stay where training put them."""
     plain, its = make()

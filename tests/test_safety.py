@@ -52,6 +52,7 @@ from tests.training import (
     Snapshot,
     Squeezed,
     Training,
+    alternating,
     assert_identical,
     assert_same_weights,
     cpu_hardware,
@@ -713,15 +714,14 @@ def test_an_exception_early_in_backward(
         assert_recovers(run, patch, hw)
 
 
-@pytest.mark.parametrize(
-    ("method", "schedule"),
-    [
-        ("prefetch", "serial"),
-        ("wait", "serial"),
-        *(("emit_gradients", schedule) for schedule in sorted(WHOLE)),
-    ],
+EXCEPTIONS = (
+    ("prefetch", "serial"),
+    ("wait", "serial"),
+    *(("emit_gradients", schedule) for schedule in sorted(WHOLE)),
 )
-@pytest.mark.parametrize("states", TIERS)
+
+
+@pytest.mark.parametrize(("states", "method", "schedule"), alternating(TIERS, EXCEPTIONS))
 def test_an_exception_late_in_a_backward_that_updates_nothing(
     states: str, method: str, schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -761,8 +761,7 @@ def test_an_exception_between_two_updates(
     assert not files_in(hw)
 
 
-@pytest.mark.parametrize("states", TIERS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "states"), alternating(SCHEDULES, TIERS))
 def test_an_exception_in_an_update(
     states: str, schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -852,8 +851,9 @@ def through_torch(model: nn.Module, path: Path) -> dict[str, Tensor]:
     return loaded
 
 
-@pytest.mark.parametrize("states", TIERS)
-@pytest.mark.parametrize("through", [through_safetensors, through_torch])
+@pytest.mark.parametrize(
+    ("through", "states"), alternating((through_safetensors, through_torch), TIERS)
+)
 def test_state_is_saved_and_loaded_between_steps(
     through: Callable[[nn.Module, Path], dict[str, Tensor]],
     states: str,
@@ -996,17 +996,19 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.mark.usefixtures("started")
-@pytest.mark.parametrize("states", TIERS)
 @pytest.mark.parametrize(
-    "how",
-    [
-        "after a step",
-        "after a forward",
-        "after a backward",
-        "after an error",
-        "after evaluation",
-        "after close",
-    ],
+    ("how", "states"),
+    alternating(
+        (
+            "after a step",
+            "after a forward",
+            "after a backward",
+            "after an error",
+            "after evaluation",
+            "after close",
+        ),
+        TIERS,
+    ),
 )
 def test_a_deleted_model_leaves_nothing(states: str, how: str, hw: HardwareProfile) -> None:
     before = Resources()
@@ -1066,13 +1068,16 @@ def test_a_process_that_ends_without_closing(tmp_path: Path) -> None:
     """It ends by itself, without noise, and its files are gone."""
     code = f"""
 import pathlib, torch, lohan_fx
-from tests.models import make
-from tests.training import cpu_hardware, training_of
-model, inputs = make("mlp")
-training = training_of("adamw", model)
-hw = cpu_hardware(pathlib.Path({str(tmp_path)!r}))
-model = lohan_fx.compile(model, hw=hw, optimizer=training.optimizer, states="ssd", swap_to="ssd")
-model(**inputs).backward()
+from lohan_fx.hardware import SsdDevice
+from tests.toys import made
+from tests.workloads import small_hardware
+model, x = made()
+optimizer = torch.optim.AdamW(model.parameters())
+rates = {{"read_bytes_per_s": 6e9, "write_bytes_per_s": 4e9}}
+ssd = SsdDevice(path={str(tmp_path)!r}, capacity_bytes=2**30, **rates)
+hw = small_hardware(device_kind="cpu", ssds=(ssd,))
+model = lohan_fx.compile(model, hw=hw, optimizer=optimizer, states="ssd", swap_to="ssd")
+model(x).backward()
 assert list(pathlib.Path({str(tmp_path)!r}).iterdir())
 print("here")
 """

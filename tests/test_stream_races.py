@@ -363,6 +363,12 @@ def without(owner: type, name: str) -> Iterator[None]:
         yield
 
 
+LIKE_OTHERS = [
+    Steps(states="ssd", swap_to="ssd", schedule="deferred"),
+    Steps(schedule="overlapped", options={"accumulate": 2}, num_backwards=2),
+    Steps(states="device", optimizer="adamw", options={"dtype": torch.bfloat16}),
+]
+"""What these have in common with others, each of them shows."""
 PLANTED = [
     pytest.param(Ticket, "wait", id="compute waits for no copy"),
     pytest.param(Lanes, "mark", id="copies do not wait for compute"),
@@ -385,7 +391,11 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedStreams]:
         yield streams
 
 
-@pytest.mark.parametrize("steps", CASES, ids=str)
+@pytest.mark.parametrize(
+    "steps",
+    [pytest.param(s, marks=pytest.mark.slow if s in LIKE_OTHERS else ()) for s in CASES],
+    ids=str,
+)
 def test_steps_on_simulated_streams(
     steps: Steps, simulated: SimulatedStreams, tmp_path: Path
 ) -> None:
@@ -406,8 +416,17 @@ def test_ops_of_ops_are_seen(simulated: SimulatedStreams) -> None:
     assert names == ["aten.clone.default", "aten.clone.default", "aten._local_scalar_dense.default"]
 
 
-@pytest.mark.parametrize(("owner", "name"), PLANTED)
-@pytest.mark.parametrize("tier", ["host", "ssd"])
+@pytest.mark.parametrize(
+    ("tier", "owner", "name"),
+    [
+        pytest.param(
+            tier, *plant.values, marks=pytest.mark.slow if odd else (), id=f"{tier}-{plant.id}"
+        )
+        for i, tier in enumerate(("host", "ssd"))
+        for k, plant in enumerate(PLANTED)
+        for odd in [(i + k) % 2]  # each race in one of the two
+    ],
+)
 def test_planted_races_on_simulated_streams(
     tier: str, owner: type, name: str, simulated: SimulatedStreams, tmp_path: Path
 ) -> None:
@@ -434,7 +453,7 @@ def test_updates_wait_for_gradients(
     assert watched.races()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_weights_are_written_after_an_evaluation_has_read_them(
     dtype: torch.dtype | None, simulated: SimulatedStreams, tmp_path: Path
 ) -> None:

@@ -44,7 +44,7 @@ from lohan_fx.workload import Workload
 from tests.captured import Step, check_exact, run_graph, step_of
 from tests.fusing import fuse_everything
 from tests.test_peak import TOLERANCE, Measured, measure
-from tests.training import Squeezed, cpu_hardware, identical, training_of
+from tests.training import Squeezed, cpu_hardware, identical, remember_captures, training_of
 from tests.workloads import small_hardware
 
 aten = torch.ops.aten
@@ -215,12 +215,20 @@ def test_a_loss_in_chunks_has_the_same_bits() -> None:
         ("gpt2", "recompute-all", {"states": "device", "accumulate": 2}),
         ("llama", "swap-all", {"states": "ssd", "schedule": "deferred"}),
         ("gpt2", "go-memferry", {"states": "host"}),
-        ("t5", "lohan", {"states": "host", "gradients": "kept"}),
+        ("llama", "lohan", {"states": "host", "gradients": "kept"}),
+        pytest.param(
+            *("t5", "lohan", {"states": "host", "gradients": "kept"}), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_training_is_plain_pytorchs(
-    name: str, strategy: str, options: dict[str, Any], tmp_path: Path
+    name: str,
+    strategy: str,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    remember_captures(monkeypatch, f"{name} with tied weights, in chunks of 1 KiB")
     model, inputs = made(name)
     plain = copy.deepcopy(model)
     training, other = training_of("adamw", model), training_of("adamw", plain)

@@ -15,27 +15,29 @@ from lohan_fx.runtime.lane import RankedLane, Ticket
 from lohan_fx.runtime.waiting import Future, Latch
 
 
-def interrupt(how: str, seconds: float) -> None:
+def interrupt(how: str, amount: float) -> None:
     """In a process of its own: what hangs cannot be ended in this one."""
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.interrupts", how, str(seconds)],
+        [sys.executable, "-m", "tests.interrupts", how, str(amount)],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
-        timeout=120 + 4 * seconds,
+        timeout=120 + 4 * amount,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout[-500:] + ended.stderr[-5000:]
 
 
-@pytest.mark.parametrize("how", ["traced", "signals"])
-def test_interrupts_leave_no_lock_behind(how: str) -> None:
-    interrupt(how, 0.5)
+@pytest.mark.parametrize(("how", "amount"), [("traced", 3), ("signals", 0.25)])
+def test_interrupts_leave_no_lock_behind(how: str, amount: float) -> None:
+    """At every third place, and at random moments for some time."""
+    interrupt(how, amount)
 
 
 @pytest.mark.slow
-def test_interrupts_leave_no_lock_behind_for_long() -> None:
-    interrupt("signals", 20)
+@pytest.mark.parametrize(("how", "amount"), [("traced", 1), ("signals", 20)])
+def test_interrupts_leave_no_lock_behind_for_long(how: str, amount: float) -> None:
+    interrupt(how, amount)
 
 
 def test_nothing_is_waited_for_with_a_condition() -> None:

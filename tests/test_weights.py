@@ -65,15 +65,18 @@ def assert_same_state(a: nn.Module, b: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("name", "states"),
-    [(name, "ssd") for name in ("gpt2", "llama", "bert", "resnet", "tied", "frozen")]
-    + [pytest.param("t5", "ssd", marks=pytest.mark.slow)]
+    [(name, "ssd") for name in ("gpt2", "llama", "resnet", "tied", "frozen")]
+    + [pytest.param(name, "ssd", marks=pytest.mark.slow) for name in ("bert", "t5")]
     + [(name, tier) for name in ("gpt2", "frozen") for tier in ("device", "host")],
 )
-def test_a_model_on_meta_trains_as_a_loaded_one(name: str, states: Any, tmp_path: Path) -> None:
+def test_a_model_on_meta_trains_as_a_loaded_one(
+    name: str, states: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tied weights, BatchNorm and rotary buffers, frozen layers; the optimizer was there before.
 
     ResNet's buffers are in the file, BERT's and Llama's are made by the model's initialization.
     """
+    remember_captures(monkeypatch, f"{name} on meta")
     plain, inputs = make(name)
     file = tmp_path / "model.safetensors"
     safetensors.torch.save_model(plain, str(file))
@@ -290,7 +293,10 @@ def test_a_meta_model_without_weights_says_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("states", ["device", "ssd"])
 @pytest.mark.parametrize("name", ["mlp", "resnet", "tied"])
-def test_initialization_is_that_of_eager_mode(name: str, states: Any, tmp_path: Path) -> None:
+def test_initialization_is_that_of_eager_mode(
+    name: str, states: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember_captures(monkeypatch, f"{name} on meta")
     model = meta(EXAMPLES[name].build).train()
     inputs = make(name)[1]
     state = torch.get_rng_state()
@@ -313,7 +319,10 @@ def test_initialization_is_that_of_eager_mode(name: str, states: Any, tmp_path: 
     model.lohan.close()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "t5"))],
+)
 def test_initialization_of_transformers(name: str, tmp_path: Path) -> None:
     model, _ = compiled(tmp_path, meta(EXAMPLES[name].build).train(), "init")
     torch.manual_seed(3)
@@ -408,7 +417,12 @@ def test_without_an_optimizer_gradients_land_in_grad(tmp_path: Path) -> None:
     model.lohan.close()
 
 
-@pytest.mark.parametrize("strategy", names())
+QUICK = ("keep-all", "swap-all", "recompute-all", "lohan", "random")
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in names()]
+)
 def test_every_strategy_starts_on_meta(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,12 @@ def toy(depth: int) -> Toy:
     return Toy([Block() for _ in range(depth)])
 
 
+def small() -> tuple[nn.Module, Tensor]:
+    """As `made`, with so few blocks that all are traced."""
+    torch.manual_seed(0)
+    return toy(2), torch.randn(8, WIDTH)
+
+
 def made() -> tuple[nn.Module, Tensor]:
     """For the command line: a model with its inputs (real ones, if it is not built on meta)."""
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -209,7 +210,7 @@ def remember_captures(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         modes = tuple(m.training for m in model.modules())
         flags = [v for v in (*args, *kwargs.values()) if isinstance(v, bool)]
         dtypes = frozenset(p.dtype for p in model.parameters())
-        key = (name, type(model), modes, dtypes, *flags, *options.items())
+        key = (name, type(model), modes, dtypes, *flags, repr(options))
         if key not in _captured:
             _captured[key] = capture(model, args, kwargs, **options)
         return _captured[key]
@@ -229,6 +230,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def alternating(*factors: Sequence[Any]) -> list[Any]:
+    """All rows of a product for ``parametrize``; every second one in the default suite.
+
+    So each value is there, and of three factors each pair of values; the other rows are slow. A
+    tuple among the values is several arguments.
+    """
+    rows = []
+    for row in itertools.product(*map(enumerate, factors)):
+        values = [x for _, v in row for x in (v if isinstance(v, tuple) else (v,))]
+        odd = sum(i for i, _ in row) % 2
+        rows.append(pytest.param(*values, marks=pytest.mark.slow if odd else ()))
+    return rows
 
 
 def ids(rows: Sequence[Sequence[str]]) -> list[str]:
