@@ -555,7 +555,7 @@ def test_host_memory_for_second_copies_is_named(states: Any) -> None:
     assert error.tier == "host"
     assert error.need_bytes > error.have_bytes == limit.host_bytes
     assert "spares" in dict(error.at_peak)
-    assert "or use schedule='deferred': it needs no second copies, and fits" in str(error)
+    assert "Or use schedule='deferred': it needs no second copies, and fits" in str(error)
     check(workload, Pareto().solve(workload, hw, limit, replace(late, states=states))[0], limit)
     enough = replace(limit, host_bytes=error.need_bytes)
     check(workload, Pareto().solve(workload, hw, enough, tries)[0], enough)

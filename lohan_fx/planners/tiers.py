@@ -20,6 +20,9 @@ from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.workload import Workload
 
+QUICK_OPS = 1_500
+"""Every strategy plans a workload of so many ops in seconds (`effort`)."""
+
 
 def has_ssd(hw: HardwareProfile, budget: MemoryBudget) -> bool:
     """Whether a plan may use the SSD tier."""
@@ -249,12 +252,14 @@ def check_capacity(workload: Workload, plan: Plan, budget: MemoryBudget) -> None
 def check_states(
     workload: Workload, hw: HardwareProfile, budget: MemoryBudget, options: PlannerOptions
 ) -> None:
-    """Refuse what no strategy can plan, before one takes its time to find that out.
+    """Refuse what no strategy can plan, before one takes its time to find that out. Small workloads
+    are left to it: it is quick, and says exactly what it needs.
 
     Raises:
         InsufficientMemoryError: all tiers where units may be are too small for them, together.
     """
-    if options.fixed_units or (options.states == "ssd" and not hw.ssds):
+    quick = len(workload.ops) <= QUICK_OPS
+    if quick or options.fixed_units or (options.states == "ssd" and not hw.ssds):
         return
     tiers: tuple[Tier, ...] = ("device", "host", "ssd") if hw.ssds else ("device", "host")
     if options.states != "auto":
