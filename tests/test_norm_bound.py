@@ -282,6 +282,30 @@ def test_parameters_without_a_gradient(
     assert all(enough for _, enough in late.bounds)
 
 
+def test_gradients_that_came_early_only(late: Late, hw: HardwareProfile) -> None:
+    """Of three backwards in the first alone: there is no bound, so the norm is waited for."""
+
+    def trained(schedule: str) -> Side:
+        model = Parts()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        options: dict[str, Any] = {"states": "host", "schedule": schedule, "accumulate": 3}
+        made = compiled(model, optimizer, hw, clip_grad_norm=NEVER, **options)
+        x, noted = torch.linspace(-1, 1, 32).view(4, 8), []
+        for _ in range(2):
+            for use in (True, False, False):
+                loss = made(x, use)
+                loss.backward()
+                noted.append(loss.detach())
+            optimizer.step()
+            noted.append(torch.tensor(made.lohan.grad_norm))
+            optimizer.zero_grad()
+        made.lohan.close()
+        return noted, model, optimizer
+
+    assert_alike(trained("speculative"), trained("deferred"))
+    assert late.bounds == [(math.inf, False)] * 2
+
+
 def test_sums_that_were_reset_in_the_middle(late: Late, hw: HardwareProfile) -> None:
     """What they held before bounds nothing."""
 

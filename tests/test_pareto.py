@@ -568,6 +568,13 @@ def test_host_memory_for_second_copies_is_named(states: Any) -> None:
             Pareto(effort=Effort(lower=0)).solve(workload, hw, small, tries)
 
 
+@pytest.mark.parametrize("host", [0, 1, 2])
+def test_a_ladder_of_next_to_nothing(host: int) -> None:
+    limit = budget(host=host, ssd=host)
+    plan, _ = Pareto(others=False).solve(mlp_workload(), small_hardware(), limit)
+    assert {u.tier for u in plan.units.values()} == {"device"}
+
+
 def test_no_host_memory_and_no_ssd() -> None:
     workload = gpt_workload(layers=1)
     limit = budget(host=0, ssd=0)

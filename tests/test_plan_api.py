@@ -36,6 +36,7 @@ from lohan_fx.plan import TIERS, Plan
 from lohan_fx.planned import Planned, retimed
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.planning import next_batch
+from lohan_fx.program import waiting_bytes
 from lohan_fx.report import render
 from lohan_fx.simulate import simulate
 from tests.toys import WIDTH, Block, Toy, made, meta, rows, small, toy
@@ -151,16 +152,24 @@ def test_a_plan_of_another_model() -> None:
         compiled(x)
 
 
-@pytest.mark.parametrize(("tier", "forwards"), [("device", 1), ("host", 1), ("host", 2)])
-def test_a_plan_over_budget(tier: str, forwards: int) -> None:
+@pytest.mark.parametrize(
+    ("tier", "forwards"), [("device", 1), ("host", 1), ("ssd", 1), ("device", 2), ("host", 2)]
+)
+def test_a_plan_over_budget(tier: Any, forwards: int) -> None:
     """A plan is held to the memory that compile may use, for all forwards that may wait at once."""
-    model, x = small()
-    found = plan(model, x, hw=CPU, strategy="swap-all", accumulates=forwards > 1)
-    need = found.plan.prediction
-    slots = sum(size for _, size in footprint.host_slots(found.workload, found.plan).values())
-    assert slots > 0
-    needed = getattr(need, f"peak_{tier}_bytes") + (forwards - 1) * slots
+    model, x = made()
+    swap_to: Any = "ssd" if tier == "ssd" else "host"
+    found = plan(model, x, hw=CPU, strategy="swap-all", accumulates=forwards > 1, swap_to=swap_to)
+    if tier == "device":
+        waiting = waiting_bytes(found.program)
+    else:
+        slots = footprint.slots(found.workload, found.plan, tier)
+        waiting = sum(size for _, size in slots.values())
+    assert waiting > 0
+    needed = getattr(found.plan.prediction, f"peak_{tier}_bytes") + (forwards - 1) * waiting
     for short in (0, 1):
+        if tier == "ssd" and not short:
+            continue  # there is none
         optimizer = torch.optim.AdamW(model.parameters())
         compiled = lohan_fx.compile(
             model,
@@ -681,7 +690,6 @@ def test_175b_in_30_seconds_and_4_gib() -> None:
 import resource, time
 start = time.perf_counter()
 import lohan_fx
-from lohan_fx import footprint
 found = lohan_fx.plan("gpt-175b", hw="rtx4090-12xp5510", batch=16)
 assert found.step_s > 0
 use = resource.getrusage(resource.RUSAGE_SELF)

@@ -668,8 +668,7 @@ def _of_layers(layers: int) -> tuple[Workload, Plan]:
 def test_states_that_fit_nowhere_are_refused_at_once(
     strategy: str, states: Any, ssd: bool, last: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the need of what must hold the rest; the strategy would have found no plan either, and
-    is asked where it is quick."""
+    """With the need of what must hold the rest; the strategy would have found no plan either."""
     workload, hw = gpt_workload(), small_hardware(ssd=ssd)
     need = sum(u.state_bytes for u in workload.units)
     if states != "ssd":  # compute copies may be in host memory then
@@ -679,19 +678,34 @@ def test_states_that_fit_nowhere_are_refused_at_once(
     have = dict.fromkeys(allowed, share)
     have[last] = need - share * (len(allowed) - 1)
     rest = dict.fromkeys({"device", "host", "ssd"} - set(allowed), 2**40)
-    options = PlannerOptions(states=states)
-    with monkeypatch.context() as patch:
-        patch.setattr(tiers, "QUICK_OPS", 0)
-        tiers.check_states(workload, hw, budget(**have, **rest), options)
+    enough = budget(**have, **rest)
     have[last] -= 1
     limit = budget(**have, **rest)
+    options = PlannerOptions(states=states)
     with pytest.raises(InsufficientMemoryError, match=f"strategy '{strategy}'"):
         make_plan(strategy, workload, hw, limit, options)
+    tiers.check_states(workload, hw, limit, options)  # it is small: the strategy is quick
     monkeypatch.setattr(tiers, "QUICK_OPS", 0)
+    tiers.check_states(workload, hw, enough, options)
     with pytest.raises(InsufficientMemoryError, match="no batch is small enough") as error:
-        make_plan(strategy, workload, hw, limit, options)
+        tiers.check_states(workload, hw, limit, options)
     found = error.value
     assert (found.tier, found.need_bytes, found.have_bytes) == (last, have[last] + 1, have[last])
+    assert ("states='auto'" in found.advice) == (states != "auto")
+    assert ("or an SSD" in found.advice) == (states == "auto" and not ssd)
+
+
+def test_what_is_wrong_first_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too little memory for states, and: no SSDs to swap to; no space on them; a user's strategy,
+    of which nobody knows what it does."""
+    monkeypatch.setattr(tiers, "QUICK_OPS", 0)
+    workload, none = gpt_workload(), budget(device=0, host=0, ssd=0)
+    for options in (PlannerOptions(swap_to="ssd"), PlannerOptions(states="ssd")):
+        tiers.check_states(workload, small_hardware(ssd=False), none, options)
+        with pytest.raises(PlanError, match="has no SSDs"):
+            tiers.check_ssds(small_hardware(ssd=False), options)
+    with pytest.raises(InsufficientMemoryError, match="not enough host memory"):
+        tiers.check_states(workload, small_hardware(), none, PlannerOptions())
 
 
 @pytest.mark.parametrize("accumulator", [False, True])

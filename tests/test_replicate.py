@@ -98,10 +98,10 @@ def test_a_first_node_has_no_number() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt-13b", pytest.param("dit-0.67b", marks=pytest.mark.slow)])
-def test_named_models_with_7_blocks(name: str) -> None:
-    tracer = make_tracer(replace(named(name), layers=7), hw=HW)
+def test_named_models_with_8_blocks(name: str) -> None:
+    tracer = make_tracer(replace(named(name), layers=8), hw=HW)
     how = check(tracer, 2)
-    assert how == "with 3 and 4 of the 7 blocks in blocks; the others are replicas"
+    assert how == "with 3 and 4 of the 8 blocks in blocks; the others are replicas"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_named_models_with_7_blocks(name: str) -> None:
 def test_transformers_with_a_cache_of_keys(dtype: torch.dtype) -> None:
     """Constants, buffers, a list of keys and values among the outputs; one mask for all blocks."""
     config = LlamaConfig(
-        num_hidden_layers=6,
+        num_hidden_layers=8,
         hidden_size=32,
         intermediate_size=48,
         num_attention_heads=2,
@@ -123,7 +123,7 @@ def test_transformers_with_a_cache_of_keys(dtype: torch.dtype) -> None:
     model = meta(lambda: LlamaForCausalLM(config))
     ids = torch.empty(2, 8, dtype=torch.long, device="meta")
     tracer = make_tracer(model, {"input_ids": ids, "labels": ids}, hw=HW, dtype=dtype)
-    assert "3 and 4 of the 6 blocks in model.layers" in check(tracer)
+    assert "3 and 4 of the 8 blocks in model.layers" in check(tracer)
     masks = [op for op in tracer.workload().workload.ops if op.target == "aten.where.self"]
     assert [op.block for op in masks] == ["model.embed_tokens"]
 
@@ -233,8 +233,8 @@ def test_two_periods_are_not_enough() -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: Everything(6), "could not be replicated"),
-        (lambda: Counted(6), "could not be replicated"),
+        (lambda: Everything(8), "could not be replicated"),
+        (lambda: Counted(8), "could not be replicated"),
         (lambda: Toy([Block(k) for k in range(1, 7)]), "too few blocks repeat"),
         (lambda: toy(3), "too few blocks repeat"),
         (lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.GELU(), nn.Linear(4, 1)), "too few"),

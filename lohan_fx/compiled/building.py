@@ -181,8 +181,8 @@ class Builder:
     ) -> Plan:
         """A plan within budget; late updates if another program has no room for early ones."""
         updater = self._programs.updater
-        settled = None if updater is None else updater.schedule
-        return fitting_plan(self.options, workload, hw, planner, settled=settled)
+        deferred = updater is not None and updater.schedule == "deferred"
+        return fitting_plan(self.options, workload, hw, planner, deferred=deferred)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -9,9 +9,10 @@ from lohan_fx import footprint
 from lohan_fx.compiled.options import Options
 from lohan_fx.errors import InsufficientMemoryError, PlanError, format_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import Plan, Schedule, Tier
+from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners import make_plan
 from lohan_fx.planners.registry import PlannerOptions
+from lohan_fx.planners.tiers import check_states
 from lohan_fx.planners.whole import tried_or_deferred
 from lohan_fx.program import lower, residency, waiting_bytes
 from lohan_fx.workload import Workload
@@ -100,7 +101,7 @@ def fitting_plan(
     hw: HardwareProfile,
     planner: PlannerOptions,
     *,
-    settled: Schedule | None,
+    deferred: bool,
 ) -> Plan:
     """A plan that leaves room for what the other forwards hold that wait at once.
 
@@ -109,16 +110,18 @@ def fitting_plan(
         workload: what is planned.
         hw: the profile that seconds come from.
         planner: what is fixed or wished about tiers and schedule.
-        settled: the schedule of programs that share the memory, if there are any.
+        deferred: a program that shares the memory has no room for second copies.
 
     Raises:
         InsufficientMemoryError: there is none.
         PlanError: the strategy failed.
     """
+    if isinstance(options.strategy, str):  # what others may do, nobody knows
+        check_states(workload, hw, options.budget, planner)
     others = options.forwards - 1
     budget = options.budget
     while True:
-        plan = _plan_once(options, workload, hw, budget, planner, settled)
+        plan = _plan_once(options, workload, hw, budget, planner, deferred)
         if not others:
             return plan
         less = {}
@@ -150,8 +153,10 @@ def _plan_once(
     hw: HardwareProfile,
     budget: MemoryBudget,
     planner: PlannerOptions,
-    settled: Schedule | None,
+    deferred: bool,
 ) -> Plan:
     """A plan; as strategy and options have it, or late updates if they may be late."""
     make = partial(make_plan, options.strategy, workload, hw, budget)
-    return tried_or_deferred(make, planner, settled) if options.may_defer else make(planner)
+    if not options.may_defer:
+        return make(planner)
+    return tried_or_deferred(make, planner, deferred=deferred)

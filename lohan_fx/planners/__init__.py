@@ -32,7 +32,6 @@ from lohan_fx.planners import zero_offload as _zero_offload
 from lohan_fx.planners.registry import Planner, PlannerOptions, get, names, register
 from lohan_fx.planners.schedule import Choices, finish
 from lohan_fx.planners.strategy import Strategy, combine, with_defaults
-from lohan_fx.planners.tiers import check_states
 from lohan_fx.workload import Workload
 
 BUILT_IN = (
@@ -92,7 +91,6 @@ def make_plan(
     options = options or PlannerOptions()
     planner = get(strategy)
     options = with_defaults(options, schedule=getattr(planner, "schedule", "optimized"))
-    check_states(workload, hw, budget, options)
     found = planner(workload, hw, budget, options)
     name = strategy if isinstance(strategy, str) else getattr(planner, "__name__", "custom")
     if isinstance(found, Choices):

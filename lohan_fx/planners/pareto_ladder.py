@@ -103,9 +103,9 @@ def _reserve_bytes(workload: Workload) -> int:
 
 
 def _geometric(limit: int, per_octave: int, count: int) -> Iterator[int]:
-    """The `count` largest numbers 2^(k / per_octave), k whole, up to the limit; 0 at least."""
-    if limit <= 0:
-        yield 0
+    """The `count` largest numbers 2^(k / per_octave), k whole, up to the limit; one at least."""
+    if limit <= 1:
+        yield max(limit, 0)
         return
     top = math.floor(math.log2(limit) * per_octave + 1e-9)
     for k in range(top, max(top - count, 0), -1):

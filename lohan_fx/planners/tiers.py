@@ -258,10 +258,12 @@ def check_states(
     Raises:
         InsufficientMemoryError: all tiers where units may be are too small for them, together.
     """
-    quick = len(workload.ops) <= QUICK_OPS
-    if quick or options.fixed_units or (options.states == "ssd" and not hw.ssds):
+    if len(workload.ops) <= QUICK_OPS or options.fixed_units:
         return
-    tiers: tuple[Tier, ...] = ("device", "host", "ssd") if hw.ssds else ("device", "host")
+    if "ssd" in (options.states, options.swap_to) and not hw.ssds:
+        return  # that is what is wrong first
+    ssd = has_ssd(hw, budget)
+    tiers: tuple[Tier, ...] = ("device", "host", "ssd") if ssd else ("device", "host")
     if options.states != "auto":
         tiers = (options.states,)
     have = {tier: getattr(budget, f"{tier}_bytes") for tier in tiers}
@@ -274,18 +276,18 @@ def check_states(
     if lacks <= 0:
         return
     last, others = tiers[-1], " and ".join(tiers[:-1])
-    more = {
-        "device": "more device memory, or leave it where states are (states='auto')",
-        "host": "more host memory, or an SSD" if not hw.ssds else "more host memory",
-        "ssd": "more space on SSDs",
-    }
+    more = f"more {last} memory" if last != "ssd" else "more space on SSDs"
+    if options.states != "auto":
+        more += ", or let states be elsewhere, too (states='auto')"
+    elif not ssd:
+        more += ", or an SSD"
     raise InsufficientMemoryError(
         last,
         have[last] + lacks,
         have[last],
         where="the model's states" + (f", of which {others} memory is full" if others else ""),
         at_peak=[("states of all units" + (", compute copies" if not apart else ""), need)],
-        advice=f"Give the plan {more[last]}: no batch is small enough, and no strategy takes less.",
+        advice=f"Give the plan {more}: no batch is small enough, and no strategy takes less.",
     )
 
 

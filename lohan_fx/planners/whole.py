@@ -8,44 +8,29 @@ from contextlib import suppress
 from dataclasses import replace
 
 from lohan_fx.errors import InsufficientMemoryError
-from lohan_fx.plan import Plan, Schedule
+from lohan_fx.plan import Plan
 from lohan_fx.planners.registry import PlannerOptions
 
 MakePlan = Callable[[PlannerOptions], Plan]
 """A strategy that only lacks its options."""
 
 
-def tried_or_deferred(
-    make: MakePlan, options: PlannerOptions, settled: Schedule | None = None
-) -> Plan:
+def tried_or_deferred(make: MakePlan, options: PlannerOptions, *, deferred: bool = False) -> Plan:
     """A plan with schedule "speculative"; with "deferred" if host memory has no room for second
-    copies. Where these may have driven units to the SSD, the plan that is predicted to be faster.
+    copies, or these drive units to the SSD, where nothing is tried: then late updates are as fast.
 
     Args:
         make: raises InsufficientMemoryError if no plan fits.
         options: their schedule is of no matter.
-        settled: the schedule of another program that shares the memory, if there is one.
+        deferred: another program that shares the memory had no room for second copies.
 
     Raises:
         InsufficientMemoryError: neither fits.
     """
-    tried = None
-    if settled != "deferred":
+    if not deferred:
         with suppress(InsufficientMemoryError):
             tried = make(replace(options, schedule="speculative", explain=False))
-    if tried is not None:
-        on_ssd = any(unit.tier == "ssd" for unit in tried.units.values())
-        if settled is not None or options.states == "ssd" or not on_ssd:
-            return tried
-    late = replace(options, schedule="deferred", explain=options.explain and tried is None)
-    try:
-        deferred = make(late)
-    except InsufficientMemoryError:
-        if tried is None:
-            raise
-        return tried
-    return deferred if tried is None else min(deferred, tried, key=_step_s)
-
-
-def _step_s(plan: Plan) -> float:
-    return plan.prediction.step_s
+            on_ssd = any(unit.tier == "ssd" for unit in tried.units.values())
+            if options.states == "ssd" or not on_ssd:
+                return tried
+    return make(replace(options, schedule="deferred"))

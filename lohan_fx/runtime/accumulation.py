@@ -41,5 +41,6 @@ class Accumulation:
         return not self.more if self.limit is None else self.count + 1 >= self.limit
 
     def next_may_end(self) -> bool:
-        """Whether the backward after the one that begins may be the step's last."""
+        """Whether the backward after the one that begins may be the step's last. (Parameters that
+        have no gradient in this one, but had one before, are not asked about again.)"""
         return self.limit is None or self.count + 2 >= self.limit

@@ -61,8 +61,7 @@ def simulate(
 
 
 def step_seconds(workload: Workload, plan: Plan, hw: HardwareProfile) -> float:
-    """Seconds from the first instruction to the end of optimizer.step(): `simulate(…).step_s`,
-    without a timeline, which takes a planner longer to make than to use.
+    """`simulate(…).step_s`, without a timeline, which takes a planner longer to make than to use.
 
     Raises: as `simulate`.
     """
