@@ -99,9 +99,9 @@ class InsufficientMemoryError(LohanError):
             lines.append(advice)
         super().__init__("\n".join(lines))
 
-    def anew(self) -> InsufficientMemoryError:
-        """An equal error without the frames that this one passed: to keep it, and to raise one
-        that is kept.
+    def anew(self, more_advice: str = "") -> InsufficientMemoryError:
+        """An equal error, but for more advice, without the frames that this one passed: to keep it,
+        and to raise one that is kept.
 
         An error holds its frames, and they all their callers' with what is in their variables:
         tensors, programs. If one of these frames, or what it works on, keeps the error, then all
@@ -113,5 +113,5 @@ class InsufficientMemoryError(LohanError):
             self.have_bytes,
             where=self.where,
             at_peak=self.at_peak,
-            advice=self.advice,
+            advice=" ".join(filter(None, (self.advice, more_advice))),
         )

@@ -205,6 +205,21 @@ def test_a_plan_of_less_than_what_runs() -> None:
     compiled.lohan.close()
 
 
+def test_a_plan_and_an_evaluation_first() -> None:
+    """Where units are is settled by what runs first: so a step that trains is prepared before."""
+    model, x = made()
+    given = plan(model, x, hw=CPU, strategy="swap-all").plan
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = lohan_fx.compile(model, hw=CPU, optimizer=optimizer, plan=given)
+    assert isinstance(compiled, LohanModule)
+    with torch.no_grad(), pytest.raises(PlanError, match=r"call model.lohan.prepare\(…\) with"):
+        compiled(x)
+    assert compiled.lohan.prepare(x).plan == given
+    with torch.no_grad():
+        compiled(x)
+    compiled.lohan.close()
+
+
 def test_a_given_plan_has_the_peaks_of_what_runs() -> None:
     """Not those that its file says, of another optimizer or version."""
     model, x = small()

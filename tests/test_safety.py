@@ -174,6 +174,34 @@ def test_too_little_host_memory_or_ssd(
     run.model.lohan.close()
 
 
+def test_an_evaluation_that_settles_where_units_are(hw: HardwareProfile) -> None:
+    """It needs no room for updates; a step that trains then lacks it, and the error says why."""
+
+    def compiled() -> LohanModule:
+        torch.manual_seed(0)
+        layers = [part for _ in range(6) for part in (nn.Linear(64, 64), nn.GELU())]
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(model.parameters())
+        options: dict[str, Any] = {"strategy": "lohan", "memory": {"host": "192KiB"}}
+        made = lohan_fx.compile(model, hw=hw, optimizer=optimizer, clip_grad_norm=1.0, **options)
+        assert isinstance(made, LohanModule)
+        return made
+
+    x = torch.randn(64, 64)
+    model = compiled()
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(InsufficientMemoryError, match=r"call model.lohan.prepare\(…\) with"):
+        model(x)
+    model.lohan.close()
+    model = compiled()
+    model.lohan.prepare(x)
+    with torch.no_grad():
+        wanted = model(x)
+    assert identical(model(x).detach(), wanted)
+    model.lohan.close()
+
+
 def test_less_host_memory_than_the_profile_says(
     hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,13 +13,13 @@ from lohan_fx.annotate import annotate
 from lohan_fx.capture import Captured, capture
 from lohan_fx.compiled import allocation
 from lohan_fx.compiled.arriving import Arriving
-from lohan_fx.compiled.fitting import fitting_plan, given_plan
+from lohan_fx.compiled.fitting import PREPARE, fitting_plan, given_plan, has_backward
 from lohan_fx.compiled.hooks import refuse_uncalled
 from lohan_fx.compiled.options import Options
 from lohan_fx.compiled.programs import CompiledProgram, Programs
 from lohan_fx.compiled.training import Training
 from lohan_fx.compiled.user_module import UserModule
-from lohan_fx.errors import PlanError
+from lohan_fx.errors import InsufficientMemoryError, PlanError
 from lohan_fx.footprint import parked_gradients
 from lohan_fx.fusion import Kernels, fuse
 from lohan_fx.hardware import HardwareProfile
@@ -166,8 +166,17 @@ class Builder:
                 fixed_copies=memory.states.copies,
                 fixed_parked=self._parked(),
             )
-        with self.stage("plan"):
-            return self.fitting_plan(workload, self.options.hw, planner)
+        try:
+            with self.stage("plan"):
+                return self.fitting_plan(workload, self.options.hw, planner)
+        except InsufficientMemoryError as error:
+            settled = memory is not None and planner.fixed_parked is None
+            if not settled or not has_backward(workload):
+                raise
+            raise error.anew(
+                "An evaluation ran before the first step that trains, and units are where it had "
+                f"room for them: call {PREPARE} before it."
+            ) from None
 
     def _parked(self) -> frozenset[str] | None:
         """The units whose gradients programs that train park, for which there are buffers; None if

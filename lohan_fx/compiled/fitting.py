@@ -17,6 +17,14 @@ from lohan_fx.planners.whole import tried_or_deferred
 from lohan_fx.program import lower, residency, waiting_bytes
 from lohan_fx.workload import Workload
 
+PREPARE = "model.lohan.prepare(…) with a batch to train on"
+"""What plans where units are by a step that trains."""
+
+
+def has_backward(workload: Workload) -> bool:
+    """Whether it is of a step that trains."""
+    return workload.num_forward_ops < len(workload.ops)
+
 
 def given_plan(options: Options, workload: Workload) -> Plan | None:
     """The user's plan, if there is one. Its predicted peaks are those that it has here.
@@ -36,6 +44,11 @@ def given_plan(options: Options, workload: Workload) -> Plan | None:
     try:
         need = _need(workload, plan)
     except PlanError as error:
+        if not has_backward(workload):
+            raise PlanError(
+                "the plan given to compile is of a step that trains, and an evaluation comes "
+                f"first: call {PREPARE} before it"
+            ) from error
         raise PlanError(
             f"the plan given to compile is of another program: {error}. It must have been made "
             f"for the same model, inputs and options: here fused={options.fused}, "
