@@ -33,7 +33,7 @@ from lohan_fx.runtime.updates import Updater
 from tests.loops import InjectedError, compiled, sometimes, updater_of
 from tests.models import loss_of, make
 from tests.test_speculative import NEVER, sweep, wait_until_begun
-from tests.test_trial_sums import Additions, Side, additions, assert_alike
+from tests.test_trial_sums import Additions, Side, additions, assert_alike, trained_with
 from tests.training import alternating, identical, training_of
 
 __all__ = ["additions"]  # a fixture
@@ -260,49 +260,17 @@ def test_parameters_without_a_gradient(
     of units."""
     uses = [(True, False), (False, True), (False, False), (True, True), (True, False)]
 
-    def trained(schedule: str, model: nn.Module) -> Side:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        options: dict[str, Any] = {"states": "host", "schedule": schedule, "accumulate": 2}
-        made = compiled(model, optimizer, hw, clip_grad_norm=NEVER, **options)
-        x, noted = torch.linspace(-1, 1, 32).view(4, 8), []
-        for pair in uses:
-            for use in pair:
-                loss = made(x, use)
-                loss.backward()
-                noted.append(loss.detach())
-            optimizer.step()
-            noted.append(torch.tensor(made.lohan.grad_norm))
-            optimizer.zero_grad()
-        made.lohan.close()
-        return noted, model, optimizer
-
-    first, second = models()
-    assert_alike(trained("speculative", first), trained("deferred", second))
+    sides = zip(("speculative", "deferred"), models(), strict=True)
+    assert_alike(*(trained_with(schedule, model, uses, hw) for schedule, model in sides))
     assert len(late.bounds) == len(uses)
     assert all(enough for _, enough in late.bounds)
 
 
 def test_gradients_that_came_early_only(late: Late, hw: HardwareProfile) -> None:
     """Of three backwards in the first alone: there is no bound, so the norm is waited for."""
-
-    def trained(schedule: str) -> Side:
-        model = Parts()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        options: dict[str, Any] = {"states": "host", "schedule": schedule, "accumulate": 3}
-        made = compiled(model, optimizer, hw, clip_grad_norm=NEVER, **options)
-        x, noted = torch.linspace(-1, 1, 32).view(4, 8), []
-        for _ in range(2):
-            for use in (True, False, False):
-                loss = made(x, use)
-                loss.backward()
-                noted.append(loss.detach())
-            optimizer.step()
-            noted.append(torch.tensor(made.lohan.grad_norm))
-            optimizer.zero_grad()
-        made.lohan.close()
-        return noted, model, optimizer
-
-    assert_alike(trained("speculative"), trained("deferred"))
+    uses = [(True, False, False)] * 2
+    sides = [trained_with(s, Parts(), uses, hw) for s in ("speculative", "deferred")]
+    assert_alike(*sides)
     assert late.bounds == [(math.inf, False)] * 2
 
 

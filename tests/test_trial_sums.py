@@ -88,6 +88,26 @@ def run(hw: HardwareProfile, schedule: Schedule, norm: float, sizes: Sequence[in
     return noted, model, training.optimizer
 
 
+def trained_with(
+    schedule: str, model: nn.Module, uses: Sequence[Sequence[bool]], hw: HardwareProfile
+) -> Side:
+    """Steps of as many backwards as each has entries, of a model that is told what to use."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    options: dict[str, Any] = {"states": "host", "schedule": schedule, "accumulate": len(uses[0])}
+    made = compiled(model, optimizer, hw, clip_grad_norm=NEVER, **options)
+    x, noted = torch.linspace(-1, 1, 32).view(4, 8), []
+    for step in uses:
+        for use in step:
+            loss = made(x, use)
+            loss.backward()
+            noted.append(loss.detach())
+        optimizer.step()
+        noted.append(torch.tensor(made.lohan.grad_norm))
+        optimizer.zero_grad()
+    made.lohan.close()
+    return noted, model, optimizer
+
+
 def assert_alike(first: Side, second: Side) -> None:
     assert len(first[0]) == len(second[0])
     assert all(map(identical, first[0], second[0]))
@@ -192,25 +212,9 @@ def test_without_the_kernel_gradients_are_added_and_then_tried(
 def test_parameters_without_a_gradient(watch: Watch, hw: HardwareProfile) -> None:
     """In the last backward, in those before it, or in all of them."""
     uses = [(True, False), (False, True), (False, False), (True, True), (True, False)]
-
-    def trained(schedule: Schedule, model: nn.Module) -> Side:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        options: dict[str, Any] = {"states": "host", "schedule": schedule, "accumulate": 2}
-        made: Any = compiled(model, optimizer, hw, clip_grad_norm=NEVER, **options)
-        x, noted = torch.linspace(-1, 1, 32).view(4, 8), []
-        for pair in uses:
-            for use in pair:
-                loss = made(x, use)
-                loss.backward()
-                noted.append(loss.detach())
-            optimizer.step()
-            noted.append(torch.tensor(made.lohan.grad_norm))
-            optimizer.zero_grad()
-        made.lohan.close()
-        return noted, model, optimizer
-
     (first, _), (second, _) = sometimes()
-    assert_alike(trained("speculative", first), trained("deferred", second))
+    sides = ("speculative", first), ("deferred", second)
+    assert_alike(*(trained_with(schedule, model, uses, hw) for schedule, model in sides))
     assert watch.flips
 
 

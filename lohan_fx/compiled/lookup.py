@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lohan_fx.compiled.building import Builder
+from lohan_fx.compiled.fitting import PREPARE
 from lohan_fx.compiled.notices import Notices
 from lohan_fx.compiled.programs import CompiledProgram, Programs
 from lohan_fx.compiled.structure import Seen
@@ -50,7 +51,14 @@ class Lookup:
                     f"{MAX_PROGRAMS} are kept; this is said once). Where lengths vary much, pad "
                     "batches to a multiple, as pad_to_multiple_of= of transformers' collators does",
                 )
+            settled = bool(kept) and not any(k.grad for k in kept)
             found = kept[key] = self._builder.make(args, kwargs, key.grad)
+            if settled and key.grad:
+                self._notices.say(
+                    "settled",
+                    "where states are was planned for an evaluation, which came before the first "
+                    f"step that trains: call {PREPARE} before it, for a plan made for training",
+                )
         kept.move_to_end(key)
         if key.grad or programs.latest is None:
             programs.latest = found
