@@ -21,7 +21,7 @@ from lohan_fx.models import NamedModel, family_of
 from lohan_fx.plan import Schedule
 from lohan_fx.planned import Planned, Search, SearchKind, Trial, hardware
 from lohan_fx.planners import Planner, PlannerOptions, make_plan
-from lohan_fx.planners.tiers import check_ssds, check_states
+from lohan_fx.planners.tiers import check_ssds, check_states_fit
 from lohan_fx.planners.whole import tried_or_deferred
 from lohan_fx.progress import Line
 from lohan_fx.report import short_bytes
@@ -141,7 +141,7 @@ class _Request:
             traced = tracer.workload(batch)
         with line.stage("planning"):
             if isinstance(self.strategy, str):  # what others may do, nobody knows
-                check_states(traced.workload, self.hw, self.budget, self.options)
+                check_states_fit(traced.workload, self.hw, self.budget, self.options)
             make = functools.partial(
                 make_plan, self.strategy, traced.workload, self.hw, self.budget
             )

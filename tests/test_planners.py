@@ -684,11 +684,11 @@ def test_states_that_fit_nowhere_are_refused_at_once(
     options = PlannerOptions(states=states)
     with pytest.raises(InsufficientMemoryError, match=f"strategy '{strategy}'"):
         make_plan(strategy, workload, hw, limit, options)
-    tiers.check_states(workload, hw, limit, options)  # it is small: the strategy is quick
+    tiers.check_states_fit(workload, hw, limit, options)  # it is small: the strategy is quick
     monkeypatch.setattr(tiers, "QUICK_OPS", 0)
-    tiers.check_states(workload, hw, enough, options)
+    tiers.check_states_fit(workload, hw, enough, options)
     with pytest.raises(InsufficientMemoryError, match="no batch is small enough") as error:
-        tiers.check_states(workload, hw, limit, options)
+        tiers.check_states_fit(workload, hw, limit, options)
     found = error.value
     assert (found.tier, found.need_bytes, found.have_bytes) == (last, have[last] + 1, have[last])
     assert ("states='auto'" in found.advice) == (states != "auto")
@@ -701,11 +701,11 @@ def test_what_is_wrong_first_is_said_first(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tiers, "QUICK_OPS", 0)
     workload, none = gpt_workload(), budget(device=0, host=0, ssd=0)
     for options in (PlannerOptions(swap_to="ssd"), PlannerOptions(states="ssd")):
-        tiers.check_states(workload, small_hardware(ssd=False), none, options)
+        tiers.check_states_fit(workload, small_hardware(ssd=False), none, options)
         with pytest.raises(PlanError, match="has no SSDs"):
             tiers.check_ssds(small_hardware(ssd=False), options)
     with pytest.raises(InsufficientMemoryError, match="not enough host memory"):
-        tiers.check_states(workload, small_hardware(), none, PlannerOptions())
+        tiers.check_states_fit(workload, small_hardware(), none, PlannerOptions())
 
 
 @pytest.mark.parametrize("accumulator", [False, True])

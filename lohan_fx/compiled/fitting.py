@@ -12,7 +12,7 @@ from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners import make_plan
 from lohan_fx.planners.registry import PlannerOptions
-from lohan_fx.planners.tiers import check_states
+from lohan_fx.planners.tiers import check_states_fit
 from lohan_fx.planners.whole import tried_or_deferred
 from lohan_fx.program import lower, residency, waiting_bytes
 from lohan_fx.workload import Workload
@@ -130,7 +130,7 @@ def fitting_plan(
         PlanError: the strategy failed.
     """
     if isinstance(options.strategy, str):  # what others may do, nobody knows
-        check_states(workload, hw, options.budget, planner)
+        check_states_fit(workload, hw, options.budget, planner)
     others = options.forwards - 1
     budget = options.budget
     while True:

@@ -249,7 +249,7 @@ def check_capacity(workload: Workload, plan: Plan, budget: MemoryBudget) -> None
             )
 
 
-def check_states(
+def check_states_fit(
     workload: Workload, hw: HardwareProfile, budget: MemoryBudget, options: PlannerOptions
 ) -> None:
     """Refuse what no strategy can plan, before one takes its time to find that out. Small workloads
