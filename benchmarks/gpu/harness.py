@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,17 @@ import lohan_fx
 from lohan_fx.hardware import HardwareProfile
 
 Batch = tuple[Tensor, Tensor]
+
+
+def profiled(path: Path | None, **options: Any) -> HardwareProfile:
+    """Return the machine's quick profile, from `path` if it is there, kept there otherwise. So
+    commands that follow each other on one machine plan for the same rates."""
+    if path is not None and path.is_file():
+        return HardwareProfile.load(path)
+    hw = lohan_fx.profile_hardware(quick=True, **options)
+    if path is not None:
+        hw.save(path)
+    return hw
 
 
 def batches(shape: Shape, batch: int, steps: int) -> list[Batch]:

@@ -69,6 +69,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import profiled
 from life_training import (
     ATTEMPTS,
     CUDA,
@@ -112,7 +113,8 @@ def rss_peak_bytes() -> int:
 
 
 def profile_child(job: dict[str, Any]) -> None:
-    hw = lohan_fx.profile_hardware(device=DEVICE, quick=True)
+    hw = profiled(job["profile"] and Path(job["profile"]), device=DEVICE)
+    hw = hw.replace(ssds=(), ssd_read_bytes_per_s=0.0, ssd_write_bytes_per_s=0.0)  # another's
     hw.save(job["hw"])
     card = torch.cuda.get_device_name() if CUDA else hw.device_name
     say(
@@ -561,6 +563,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=every, default=every, help="of the costs")
     parser.add_argument("--no-refine", action="store_true", help="costs of the first plans")
     parser.add_argument("--traces", type=Path, help="a directory for a recorded step of each row")
+    parser.add_argument("--hw", type=Path, help="the machine's profile: read, or made and kept")
     parser.add_argument("--directory", type=Path, help="of checkpoints; a temporary one if absent")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
@@ -580,6 +583,7 @@ def main() -> None:
         job: dict[str, Any] = {"case": asdict(TINY if options.tiny else FULL)}
         job |= {"once": options.once, "rows": options.rows, "refine": not options.no_refine}
         job["traces"] = options.traces and str(options.traces)
+        job["profile"] = options.hw and str(options.hw)
         job |= {"hw": str(root / "hw.json"), "warmups": 6, "repeats": 2 if options.tiny else 4}
         (profiled,) = run("profile", job)
         print(*profiled.pop("lines"), sep="\n", flush=True)

@@ -24,10 +24,9 @@ import baselines
 import psutil
 import torch
 from gpt import Shape
-from harness import Batch, Ours, Timing, batches, ours, timed
+from harness import Batch, Ours, Timing, batches, ours, profiled, timed
 from optimizer import BYTES_PER_PARAM, HostMemory, host_memory
 
-import lohan_fx
 from lohan_fx.bounds import step_bound
 from lohan_fx.footprint import host_bytes_needed
 from lohan_fx.hardware import HardwareProfile
@@ -115,7 +114,7 @@ def run_ours(
     case: Case,
     data: list[Batch],
     hw: HardwareProfile,
-    memory: HostMemory,
+    memory: HostMemory | None,
     options: argparse.Namespace,
     name: str,
 ) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def run_ours(
         print(f"{name} ours: {timing.step_s(options.skip):.4f} s", flush=True)
         rss = psutil.Process().memory_info().rss
         recording_costs, real, op_seconds, optimizer = None, None, {}, {}
-        if not options.lean:
+        if memory is not None:
             recording_costs, real = recorded(run, data, f"recorded {name}")
             sizes = {u.name: u.num_params for u in run.lohan.program().workload.units}
             optimizer = optimizer_beside(real, sizes, memory)
@@ -265,6 +264,9 @@ def main() -> None:
     parser.add_argument("--clip", type=float, help="clip_grad_norm= of lohan_fx")
     parser.add_argument("--slack", type=float, default=1.5, help="GiB of the cap left to CUDA")
     parser.add_argument("--cpu-rate", type=float, help="Gparam/s of the optimizer beside a step")
+    parser.add_argument(
+        "--hw", type=Path, help="a machine's profile: read from here, or made and kept"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.steps <= options.skip:
@@ -276,20 +278,22 @@ def main() -> None:
     if "ours" not in systems:  # nobody else asks for rates
         run_cases(options, None, None)
         return
-    with tempfile.TemporaryDirectory() as directory:
-        hw = lohan_fx.profile_hardware(ssd=[directory], quick=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = options.hw.with_suffix(".ssd") if options.hw else Path(temporary)
+        directory.mkdir(exist_ok=True)
+        hw = profiled(options.hw, ssd=[str(directory)])
         if options.cpu_rate:
             hw = hw.replace(cpu_optimizer_params_per_s=1e9 * options.cpu_rate)
         print(*(f"  {k}: {v}" for k, v in hw.describe()), sep="\n", flush=True)
-        memory = host_memory()
-        print(memory, flush=True)
+        memory = None if options.lean else host_memory()
+        print(memory or "", flush=True)
         run_cases(options, hw, memory)
 
 
 def run_cases(
     options: argparse.Namespace, hw: HardwareProfile | None, memory: HostMemory | None
 ) -> None:
-    """Run, print and save them. `hw` and `memory` are for "ours"."""
+    """Run, print and save them. `hw` and `memory` are for "ours"; without `memory` it is lean."""
     results: dict[str, Any] = {
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -307,7 +311,6 @@ def run_cases(
                 row = run_baseline(system, case, data, options.skip)
             else:
                 assert hw is not None
-                assert memory is not None
                 baselines.free()
                 row = run_ours(case, data, hw, memory, options, name)
             rows[system] = row
