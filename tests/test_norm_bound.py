@@ -28,6 +28,7 @@ from lohan_fx.runtime.clipping import Clipping, Norms
 from lohan_fx.runtime.native import adam
 from lohan_fx.runtime.native.adam import Addend
 from lohan_fx.runtime.optimizer import UnitOptimizer
+from lohan_fx.runtime.unit_states import UnitStates
 from lohan_fx.runtime.unit_updates import UnitUpdates
 from lohan_fx.runtime.updates import Updater
 from tests.loops import InjectedError, compiled, sometimes, updater_of
@@ -399,6 +400,39 @@ def test_the_step_returns_while_a_trial_runs(
         noted.append(made.lohan._training.clipping.grad_norm)
     made.lohan.close()
     assert_alike(([torch.tensor(norm) for norm in noted], model, optimizer), wanted)
+
+
+def test_trials_go_on_while_backward_runs_on_the_device(
+    additions: Additions, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """optimizer.step() may come long before the last gradients: no trial is given up for that."""
+    settle, flip, try_step = Updater._settle_compute, UnitStates.flip, UnitOptimizer.try_step
+    waits, flips = threading.Event(), []
+
+    def slow_device(updater: Updater) -> None:
+        waits.set()
+        for trial in updater._tried:
+            trial.ended.settle()
+        waits.clear()
+        settle(updater)
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        assert waits.wait(timeout=30)
+        return try_step(*args, **kwargs)
+
+    def flipped(states: UnitStates) -> None:
+        flips.append(states.unit.name)
+        flip(states)
+
+    monkeypatch.setattr(Updater, "_settle_compute", slow_device)
+    monkeypatch.setattr(UnitStates, "flip", flipped)
+    monkeypatch.setattr(UnitOptimizer, "try_step", late)
+    loop = scaled("mlp", [[1.0, 1.0]] * 2)
+    wanted, _ = run("deferred", loop, hw, accumulate=2)
+    units = additions.count // 4
+    found, _ = run("speculative", loop, hw, accumulate=2)
+    assert_alike(found, wanted)
+    assert len(flips) == 2 * units
 
 
 @pytest.mark.usefixtures("additions")

@@ -375,12 +375,12 @@ class Updater:
         sums = [s for s in self._states.trained if any(s.sums) and s.index not in held]
         found = [*self._held, *tried, *map(UnitGradients.only_sums, sums)]
         if (sums or tried) and not begun:
+            self._settle_compute()  # which may be far behind this thread: trials go on until then
             began = time.perf_counter()
             try:
                 self._end_tried_additions(found)
             finally:
                 self._lanes.wait_s += time.perf_counter() - began
-            self._settle_compute()
         return found
 
     def _end_tried_additions(self, found: Sequence[UnitGradients]) -> None:
