@@ -4,12 +4,14 @@
 
 Parameters per second by number of threads, on one unit of 79M parameters: bfloat16 gradients and
 compute copies, float32 masters and AdamW states. The floor is 28 bytes a parameter. On a GPU, also
-beside copies in both directions: optimizer and link share the host's memory.
+beside copies in both directions: optimizer and link share the host's memory. With all threads, also
+where the runtime has units: in a slab, pinned on a GPU; and as the median of many repetitions.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lohan_fx.runtime._memory import round_up
+from lohan_fx.runtime.arena import Arena
 from lohan_fx.runtime.native.adam import AdamKernel, Update, library
 from lohan_fx.runtime.optimizer import UnitOptimizer
 
@@ -25,15 +29,20 @@ NUM_PARAMS = 79_000_000 // 2048 * 2048
 BYTES_PER_PARAM = 28
 
 
-def rate(call: Callable[[], object], repeats: int = 5) -> float:
-    """Gparam/s of `call`, the best of some, after one warm-up."""
+def seconds_of(call: Callable[[], object], repeats: int) -> list[float]:
+    """Of each repetition, after one warm-up."""
     call()
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)
-    return NUM_PARAMS / min(seconds) / 1e9
+    return seconds
+
+
+def rate(call: Callable[[], object], repeats: int = 5) -> float:
+    """Gparam/s of `call`, the best of some."""
+    return NUM_PARAMS / min(seconds_of(call, repeats)) / 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +115,38 @@ def beside_copies(update: Callable[[], object]) -> tuple[float, float]:
     return repeats * NUM_PARAMS / seconds, copied / seconds
 
 
-def make_update() -> Update:
+Take = Callable[[torch.dtype], torch.Tensor]
+"""Memory for `NUM_PARAMS` elements."""
+
+
+def anywhere(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(NUM_PARAMS, dtype=dtype)
+
+
+def in_slab() -> Take:
+    """Memory where the runtime has units."""
+    num_bytes = {torch.float32: 4 * NUM_PARAMS, torch.bfloat16: 2 * NUM_PARAMS}
+    arena = Arena(BYTES_PER_PARAM * NUM_PARAMS, pin=torch.cuda.is_available())
+    arena.register(0, arena.num_bytes)
+    used = 0
+
+    def take(dtype: torch.dtype) -> torch.Tensor:
+        nonlocal used
+        view = arena.view(used, num_bytes[dtype]).view(dtype)
+        used += round_up(num_bytes[dtype])
+        return view
+
+    return take
+
+
+def make_update(take: Take = anywhere) -> Update:
     """AdamW of one unit, in mixed precision."""
     return Update(
-        master=torch.randn(NUM_PARAMS),
-        gradient=torch.randn(NUM_PARAMS).mul_(1e-3).to(torch.bfloat16),
-        copy=torch.empty(NUM_PARAMS, dtype=torch.bfloat16),
-        exp_avg=torch.zeros(NUM_PARAMS),
-        exp_avg_sq=torch.zeros(NUM_PARAMS),
+        master=take(torch.float32).normal_(),
+        gradient=take(torch.bfloat16).normal_().mul_(1e-3),
+        copy=take(torch.bfloat16),
+        exp_avg=take(torch.float32).zero_(),
+        exp_avg_sq=take(torch.float32).zero_(),
         max_exp_avg_sq=None,
         lr=1e-5,
         beta1=0.9,
@@ -157,6 +190,12 @@ def main() -> None:
             f"{bandwidth:.0f} GB/s",
             flush=True,
         )
+    kernel = AdamKernel(library(), cores)
+    for where, made in (("anywhere", update), ("in a slab", make_update(in_slab()))):
+        seconds = seconds_of(lambda made=made: kernel.run([made]), 20)  # type: ignore[misc]
+        best, median = (NUM_PARAMS / f(seconds) / 1e9 for f in (min, statistics.median))
+        print(f"{where}: best {best:.2f}, median {median:.2f} Gparam/s", flush=True)
+    kernel.close()
 
 
 if __name__ == "__main__":

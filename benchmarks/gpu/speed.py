@@ -151,6 +151,7 @@ def run_ours(
             recording_costs, real = recorded(run, data, f"recorded {name}")
             sizes = {u.name: u.num_params for u in run.lohan.program().workload.units}
             optimizer = optimizer_beside(real, sizes, memory)
+            print(f"after it: {host_memory()}", flush=True)  # hosts' rates vary within minutes
             with run.lohan.time_ops() as timer:
                 run.step(*data[0])
             op_seconds = timer.seconds()
