@@ -407,7 +407,7 @@ def resolve(model: nn.Module, weights: WeightsArgument | None) -> Source | None:
             raise LohanError(
                 f"parameter {on_meta[0]} is on the meta device: it has no data to train (as "
                 f"{len(on_meta)} parameters have none). Pass weights=path (safetensors), or "
-                'weights="init", or load or initialize the model first'
+                'weights="init", which lohan_fx.load may follow'
             )
         return None
     if isinstance(weights, str) and weights == "init":

@@ -166,6 +166,32 @@ def test_a_parameter_that_is_gone_is_missed(hw: HardwareProfile) -> None:
     made.lohan.close()
 
 
+def test_layers_replaced_before_the_first_forward(hw: HardwareProfile) -> None:
+    """By others, by none, or by their own under another name (as peft wraps them)."""
+
+    def replaced(model: Model) -> None:
+        model.second = Part()
+
+    def removed(model: Model) -> None:
+        del model.second.scale
+
+    def renamed(model: Model) -> None:
+        model.second = nn.Sequential(model.second)
+
+    for change, what in (
+        (replaced, r"second\.[\w.]+ is another tensor"),
+        (removed, r"second\.scale is no longer part of the model"),
+        (renamed, r"second\.[\w.]+ has another name now"),
+    ):
+        model = Model()
+        made = lohan_fx.compile(model, hw=hw, optimizer=torch.optim.SGD(model.parameters()))
+        change(model)
+        for call in (made, made.lohan.prepare):
+            with pytest.raises(StepError, match=rf"parameter {what}.*close\(\)"):
+                call(torch.ones(2, 4))
+        made.lohan.close()
+
+
 def test_a_hook_of_a_module_that_came_later_is_refused(hw: HardwareProfile) -> None:
     model = Model()
     made = prepared(model, hw)

@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import lohan_fx
-from lohan_fx.errors import CheckpointError, LohanError
+from lohan_fx.errors import CheckpointError, LohanError, StepError
 from lohan_fx.planners import names
 from tests.models import EXAMPLES, MLP, Layer, Tied, loss_of, make
 from tests.toys import meta
@@ -401,6 +402,62 @@ def test_states_made_on_meta_at_construction_are_made_anew(tmp_path: Path) -> No
             optimizer.zero_grad()
     assert_same_state(made, plain)
     made.lohan.close()
+
+
+@pytest.mark.parametrize(
+    "made_by",
+    [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adagrad],
+)
+def test_states_loaded_on_meta_are_refused(
+    made_by: Callable[..., torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    """They have no data: a plain resume, in the plain order."""
+    plain, inputs = make("mlp")
+    trained = made_by(plain.parameters())
+    plain(**inputs).backward()
+    trained.step()
+    model = meta(MLP)
+    optimizer = made_by(model.parameters())
+    optimizer.load_state_dict(trained.state_dict())
+    with pytest.raises(LohanError, match=r"has states of parameter start\.weight on the meta"):
+        lohan_fx.compile(
+            model,
+            hw=cpu_hardware(tmp_path),
+            optimizer=optimizer,
+            memory=BUDGET,
+            weights=dict(plain.state_dict()),
+        )
+    assert not model._load_state_dict_pre_hooks, "the model is as it was"
+
+
+def test_nothing_is_loaded_before_there_is_memory(tmp_path: Path) -> None:
+    """Neither weights nor states; after `prepare` both, and the run is plain PyTorch's."""
+    plain, inputs = make("mlp")
+    fresh = {name: value.clone() for name, value in plain.state_dict().items()}
+    model = meta(MLP)
+    optimizers = [training_of("adamw", m).optimizer for m in (plain, model)]
+    untrained = optimizers[0].state_dict()
+    plain(**inputs).backward()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    options: dict[str, Any] = {"hw": cpu_hardware(tmp_path), "memory": BUDGET, "weights": fresh}
+    made = lohan_fx.compile(model, optimizer=optimizers[1], **options)
+    weights, states = copy.deepcopy((plain.state_dict(), optimizers[0].state_dict()))
+    with pytest.raises(StepError, match=r"^the weights would be lost: .*prepare.* weights="):
+        made.load_state_dict(weights)
+    with pytest.raises(StepError, match=r"^the states would be lost: .*prepare.* lohan_fx\.load"):
+        optimizers[1].load_state_dict(states)
+    optimizers[1].load_state_dict(untrained)  # hyperparameters alone
+    made.lohan.prepare(**inputs)
+    made.load_state_dict(weights)
+    optimizers[1].load_state_dict(states)
+    for m, optimizer in zip((plain, made), optimizers, strict=True):
+        torch.manual_seed(0)
+        m(**inputs).backward()
+        optimizer.step()
+    assert_same_state(made, plain)
+    made.lohan.close()
+    assert not model._load_state_dict_pre_hooks
 
 
 def test_without_an_optimizer_gradients_land_in_grad(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from lohan_fx.compiled.arriving import Arriving
 from lohan_fx.compiled.building import Builder
 from lohan_fx.compiled.ending import Ending
 from lohan_fx.compiled.grad_mode import grad_mode_kept
-from lohan_fx.compiled.hooks import Call, NoCopies, SubmoduleCall
+from lohan_fx.compiled.hooks import Call, LoadsNothing, NoCopies, SubmoduleCall
 from lohan_fx.compiled.integrity import Integrity
 from lohan_fx.compiled.lookup import Lookup
 from lohan_fx.compiled.notices import Notices
@@ -33,7 +33,7 @@ from lohan_fx.compiled.replanning import Replanner
 from lohan_fx.compiled.running import Runner, take_over_parameters
 from lohan_fx.compiled.training import training_of
 from lohan_fx.compiled.user_module import UserModule
-from lohan_fx.errors import StepError
+from lohan_fx.errors import LohanError, StepError
 from lohan_fx.metrics import Meter
 from lohan_fx.refinement import Outcome
 from lohan_fx.runtime.lanes import Counters
@@ -65,6 +65,8 @@ class CompiledModel:
         options: Options,
         source: Source | None = None,
     ) -> None:
+        if optimizer is not None:
+            _check_meta_states(model, optimizer)
         self.optimizer = optimizer
         self.arriving = Arriving(source=source)
         self.resetting = False
@@ -84,12 +86,16 @@ class CompiledModel:
         )
         self._step = OptimizerStep(programs, self.integrity, self._meter)
         self.optimizer_states: OptimizerStates | None = None
-        self._hooks: list[RemovableHandle | NoCopies] = []
+        loads_nothing = LoadsNothing(model, programs)
+        self._hooks: list[RemovableHandle | NoCopies] = [
+            model.register_load_state_dict_pre_hook(loads_nothing.before_weights)
+        ]
         if optimizer is not None:
             self.optimizer_states = OptimizerStates(
                 user, optimizer, training, self.arriving, programs, self.integrity
             )
-            self._hooks = [
+            self._hooks += [
+                optimizer.register_load_state_dict_pre_hook(loads_nothing.before_states),
                 *_optimizer_hooks(
                     optimizer,
                     StepHook(self._step, programs.ending, model),
@@ -101,7 +107,6 @@ class CompiledModel:
                 *_model_hooks(model, self.integrity, self.arriving),
                 NoCopies(optimizer, model),
             ]
-            _forget_meta_states(model, optimizer)
 
     # -- views ------------------------------------------------------------------------------
 
@@ -201,7 +206,7 @@ class CompiledModel:
             self._programs.clear_unfinished()
             self.integrity.check_step()
             seen = self._user.look()
-            take_over_parameters(self._programs, seen.named)
+            take_over_parameters(self._programs, self._training, seen.named)
             key = self._lookup.signature(seen, args, kwargs)
             return self._lookup.program(args, kwargs, key)
 
@@ -211,7 +216,7 @@ class CompiledModel:
         Raises:
             StepError: as forward, about parameters.
         """
-        take_over_parameters(self._programs, self._user.parameters())
+        take_over_parameters(self._programs, self._training, self._user.parameters())
 
     @torch.compiler.disable(reason=_COMPILED)  # type: ignore[untyped-decorator]
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -385,9 +390,24 @@ class _WeightsLoaded:
             integrity.loaded("model")
 
 
-def _forget_meta_states(model: nn.Module, optimizer: Optimizer) -> None:
-    """States that Adagrad made at construction, of parameters without data, are made anew."""
-    for p in model.parameters():
-        made = optimizer.state.get(p, {}).values() if p.is_meta else ()
-        if any(isinstance(v, Tensor) and v.is_meta for v in made):
-            del optimizer.state[p]
+def _check_meta_states(model: nn.Module, optimizer: Optimizer) -> None:
+    """States of parameters without data have none either. Those that Adagrad makes when it is
+    constructed are made anew.
+
+    Raises:
+        LohanError: others: ``optimizer.load_state_dict`` has put them there.
+    """
+    for name, p in model.named_parameters():
+        made = optimizer.state.get(p, {}) if p.is_meta else {}
+        if not any(isinstance(v, Tensor) and v.is_meta for v in made.values()):
+            continue
+        step = made.get("step")
+        taken = not isinstance(step, Tensor) or (not step.is_meta and step.item() > 0)
+        if taken or not isinstance(optimizer, torch.optim.Adagrad):
+            raise LohanError(
+                f"the {type(optimizer).__name__} has states of parameter {name} on the meta "
+                "device, where they have no data: it loaded them before the model had any. Compile "
+                "with a new optimizer, call model.lohan.prepare(*args, **kwargs) with a batch to "
+                "train on, and then optimizer.load_state_dict(); or use lohan_fx.load"
+            )
+        del optimizer.state[p]

@@ -58,7 +58,7 @@ class Runner:
         self._integrity.check_step()
         seen = self._user.look()
         named = seen.named
-        take_over_parameters(programs, named)
+        take_over_parameters(programs, self._training, named)
         programs.end_interrupted()
         grad = torch.is_grad_enabled() and any(seen.trains)
         if grad:
@@ -143,32 +143,22 @@ class Runner:
         return next(k for k in range(self._num_places) if k not in taken)
 
 
-def take_over_parameters(programs: Programs, named: Mapping[str, nn.Parameter]) -> None:
+def take_over_parameters(
+    programs: Programs, training: Training, named: Mapping[str, nn.Parameter]
+) -> None:
     """Take over what user code wrote into parameters since the last step.
 
     It comes before a program is looked for: making one waits for the last step's updates, and
     afterwards nobody knows that they ran beside the write.
 
     Raises:
-        StepError: the model's layers are others than those that were moved; or parameters were
+        StepError: the model's layers are others than those that were compiled; or parameters were
             written while updates ran.
     """
     memory = programs.memory
     if memory is None:
+        training.check_parameters(named)
         return
-    known, found = memory.states.parameter_ids, set(map(id, named.values()))
-    if known != found:
-        if new := [name for name, p in named.items() if id(p) not in known]:
-            what = f"{new[0]} is another tensor than when the model was compiled"
-        else:
-            gone = next(
-                s.name
-                for unit in memory.states.units
-                for s, p in zip(unit.layout.slices, unit.parameters, strict=True)
-                if id(p) not in found
-            )
-            what = f"{gone} is no longer part of the model"
-        raise StepError(
-            f"parameter {what}: call model.lohan.close() before replacing layers, and compile again"
-        )
+    if memory.states.parameter_ids != set(map(id, named.values())):
+        training.check_parameters(named)
     memory.states.sync_from_user(behind=programs.behind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lohan_fx.annotate import StateLayout, UnitLayout, unit_layouts
 from lohan_fx.compiled.options import Options
-from lohan_fx.errors import LohanError
+from lohan_fx.errors import LohanError, StepError
 from lohan_fx.plan import WAITING, WHOLE, Schedule
 from lohan_fx.runtime.accumulation import Accumulation
 from lohan_fx.runtime.clipping import Clipping
@@ -26,6 +26,8 @@ class Training:
     Attributes:
         optimizer: the user's; None: gradients are in ``.grad`` as ever.
         names: the parameters that it updates.
+        parameters: the ids of all that the model had when it was compiled, by every name.
+            (Weak references would keep torch from giving parameters on meta their data.)
         accumulation: which backwards end a step.
         clipping: what happens to whole gradients before they are used.
         state_layout: what lies beside each parameter.
@@ -34,6 +36,7 @@ class Training:
 
     optimizer: Optimizer | None
     names: tuple[str, ...]
+    parameters: Mapping[str, int]
     accumulation: Accumulation
     clipping: Clipping
     state_layout: StateLayout
@@ -48,6 +51,29 @@ class Training:
     def needs_whole_gradients(self) -> bool:
         """Whether all gradients have to be there before the first update counts."""
         return self.accumulation.kept or self.clipping.needs_norms
+
+    def check_parameters(self, named: Mapping[str, nn.Parameter]) -> None:
+        """See that the model's parameters are those that it had when it was compiled.
+
+        Args:
+            named: what it has now, by every name.
+
+        Raises:
+            StepError: a layer was replaced, added or removed.
+        """
+        had = self.parameters
+        known, found = set(had.values()), set(map(id, named.values()))
+        if new := [name for name, p in named.items() if id(p) not in known]:
+            what = f"{new[0]} is another tensor than when the model was compiled"
+        elif gone := [name for name, p in had.items() if p not in found]:
+            what = f"{gone[0]} is no longer part of the model"
+        elif renamed := [name for name in had if name not in named]:
+            what = f"{renamed[0]} has another name now"
+        else:
+            return
+        raise StepError(
+            f"parameter {what}: call model.lohan.close() before replacing layers, and compile again"
+        )
 
     @property
     def whole_schedules(self) -> frozenset[Schedule]:
@@ -94,6 +120,7 @@ def training_of(
     return Training(
         optimizer=optimizer,
         names=names,
+        parameters={name: id(p) for name, p in module.named_parameters(remove_duplicate=False)},
         accumulation=accumulation,
         clipping=Clipping(
             max_norm=options.clip_grad_norm,
