@@ -201,6 +201,10 @@ def load(
             model then refuses to run and to be saved until another checkpoint is loaded.
         StepError: between backward and ``optimizer.step()``.
     """
+    if directory is None:
+        raise LohanError(
+            "directory=None: give a checkpoint's (lohan_fx.latest returns None where none is)"
+        )
     path = found_directory(path_of("directory", directory))
     compiled = _compiled(model)
     check_flag("rng", rng)

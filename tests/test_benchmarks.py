@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from tests.training import cpu_hardware
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,3 +31,21 @@ def test_a_run_that_is_killed_twice_and_resumed(tmp_path: Path) -> None:
     whole, resumed = life["steps"]["whole"], life["steps"]["resumed"]
     assert [step["losses"] for step in whole[3:]] == [step["losses"] for step in resumed]
     assert list(tmp_path.iterdir()) == [out], "checkpoints of a temporary directory are removed"
+
+
+def test_a_kept_profile_is_that_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read as it is, if it has the SSDs that are asked for."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks/gpu")
+    profiled = import_module("harness").profiled
+    hw, file = cpu_hardware(tmp_path), tmp_path / "hw.json"
+    hw.save(file)
+    (ssd,) = hw.ssds
+    assert profiled(file, ssd=[ssd.path]) == profiled(file) == hw
+    with pytest.raises(SystemExit, match=r"hw\.json is without the SSD /elsewhere: name another"):
+        profiled(file, ssd=["/elsewhere"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "another card")
+    with pytest.raises(SystemExit, match=rf"is of {hw.device_name}, this is another card"):
+        profiled(file)

@@ -296,6 +296,11 @@ CASES = [
     Steps(strategy=direct),
     Steps(strategy=direct, schedule="deferred", options={"accumulate": 2}, num_backwards=2),
     Steps(options={"forwards": 2, "accumulate": 2}, num_backwards=2),
+    Steps(
+        schedule="speculative",
+        options={"clip_grad_norm": 1e6, "accumulate": 2},
+        num_backwards=2,
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: batches, one training run through lohan_fx, honest peaks."""
+"""What the GPU benchmarks share: a profile, batches, one run through lohan_fx, honest peaks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,27 @@ from lohan_fx.hardware import HardwareProfile
 Batch = tuple[Tensor, Tensor]
 
 
-def profiled(path: Path | None, **options: Any) -> HardwareProfile:
+def profiled(
+    path: Path | None, *, ssd: Sequence[str] = (), device: str | None = None
+) -> HardwareProfile:
     """Return the machine's quick profile, from `path` if it is there, kept there otherwise. So
-    commands that follow each other on one machine plan for the same rates."""
-    if path is not None and path.is_file():
-        return HardwareProfile.load(path)
-    hw = lohan_fx.profile_hardware(quick=True, **options)
-    if path is not None:
-        hw.save(path)
+    commands that follow each other on one machine plan for the same rates.
+
+    Raises:
+        SystemExit: the file is of another device, or without the SSDs asked for.
+    """
+    if path is None or not path.is_file():
+        hw = lohan_fx.profile_hardware(quick=True, ssd=list(ssd), device=device)
+        if path is not None:
+            hw.save(path)
+        return hw
+    hw = HardwareProfile.load(path)
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    if here is not None and hw.device_name != here:
+        raise SystemExit(f"{path} is of {hw.device_name}, this is {here}: name another file")
+    have = [of.path for of in hw.ssds]
+    if missing := [directory for directory in ssd if directory not in have]:
+        raise SystemExit(f"{path} is without the SSD {missing[0]}: name another file")
     return hw
 
 

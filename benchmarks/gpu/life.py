@@ -1,6 +1,6 @@
 """The life of a run: killed twice with SIGKILL, resumed to the bit; the price of clipping and sums.
 
-    python benchmarks/gpu/life.py [--parts life,costs] [--tiny] [--out FILE]
+    python benchmarks/gpu/life.py [--parts life,costs] [--tiny] [--hw FILE] [--out FILE]
 
 A Llama of the shape of Llama-3.2-1B (transformers, random weights) under 12 GiB of device memory:
 bf16 compute, fp32 masters, AdamW, a cosine schedule, four micro-batches a step, norm clipping.
@@ -114,7 +114,7 @@ def rss_peak_bytes() -> int:
 
 def profile_child(job: dict[str, Any]) -> None:
     hw = profiled(job["profile"] and Path(job["profile"]), device=DEVICE)
-    hw = hw.replace(ssds=(), ssd_read_bytes_per_s=0.0, ssd_write_bytes_per_s=0.0)  # another's
+    hw = hw.replace(ssds=(), ssd_read_bytes_per_s=0.0, ssd_write_bytes_per_s=0.0)  # of speed.py's
     hw.save(job["hw"])
     card = torch.cuda.get_device_name() if CUDA else hw.device_name
     say(
@@ -585,9 +585,9 @@ def main() -> None:
         job["traces"] = options.traces and str(options.traces)
         job["profile"] = options.hw and str(options.hw)
         job |= {"hw": str(root / "hw.json"), "warmups": 6, "repeats": 2 if options.tiny else 4}
-        (profiled,) = run("profile", job)
-        print(*profiled.pop("lines"), sep="\n", flush=True)
-        result: dict[str, Any] = {**profiled, "commit": commit(), "case": job["case"]}
+        (found,) = run("profile", job)
+        print(*found.pop("lines"), sep="\n", flush=True)
+        result: dict[str, Any] = {**found, "commit": commit(), "case": job["case"]}
         if "life" in parts:
             result["life"] = life(job, root)
             save(result, options.out)

@@ -1,6 +1,6 @@
 """lohan_fx under a memory cap against others on one card: step time, peaks, floors, what binds.
 
-    python benchmarks/gpu/speed.py 2.78B-b8 [CASE…] [--systems plain,ours] [--out FILE]
+    python benchmarks/gpu/speed.py 2.78B-b8 [CASE…] [--systems plain,ours] [--hw FILE] [--out FILE]
 
 Every system trains the same GPT on the same batches; ratios are within this run. lohan_fx is
 capped by `torch.cuda.set_per_process_memory_fraction`; plain training is not.
@@ -266,7 +266,10 @@ def main() -> None:
     parser.add_argument("--slack", type=float, default=1.5, help="GiB of the cap left to CUDA")
     parser.add_argument("--cpu-rate", type=float, help="Gparam/s of the optimizer beside a step")
     parser.add_argument(
-        "--hw", type=Path, help="a machine's profile: read from here, or made and kept"
+        "--hw",
+        type=Path,
+        metavar="FILE",
+        help="the machine's profile: read, or made and kept (its SSD is a folder beside it)",
     )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -281,13 +284,14 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.hw.with_suffix(".ssd") if options.hw else Path(temporary)
-        directory.mkdir(exist_ok=True)
-        hw = profiled(options.hw, ssd=[str(directory)])
+        directory.mkdir(parents=True, exist_ok=True)
+        hw = profiled(options.hw, ssd=[str(directory.resolve())])
         if options.cpu_rate:
             hw = hw.replace(cpu_optimizer_params_per_s=1e9 * options.cpu_rate)
         print(*(f"  {k}: {v}" for k, v in hw.describe()), sep="\n", flush=True)
         memory = None if options.lean else host_memory()
-        print(memory or "", flush=True)
+        if memory is not None:
+            print(memory, flush=True)
         run_cases(options, hw, memory)
 
 

@@ -15,10 +15,12 @@ an update is faster (H100 host: 5.0 against 3.7 Gparam/s).
 
 Where gradients add up, a trial adds the last ones in its own pass and takes the norm of the sum
 (32 bytes a parameter instead of 10 and 30); sum and gradients stay as they are, in case that it is
-dropped. If no kernel does that, they are added first. `optimizer.step()` needs no norms of what has
-not ended by then, if a bound shows that nothing has to be clipped: the norm of a sum is at most the
-sum of norms. What runs goes on, and what has not begun is updated in place and adds and takes norms
-there. Otherwise these are taken in a pass of their own (6 bytes), and it waits for all of them.
+dropped. If no kernel does that, they are added first. `optimizer.step()` waits until backward has
+ended on the device, which may be long after it was called; trials go on until then. It needs no
+norms of what has not ended then, if a bound shows that nothing has to be clipped: the norm of a sum
+is at most the sum of norms. What runs goes on, and what has not begun is updated in place and adds
+and takes norms there. Otherwise these are taken in a pass of their own (6 bytes), and it waits for
+all of them.
 """
 
 from __future__ import annotations

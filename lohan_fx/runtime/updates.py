@@ -375,7 +375,7 @@ class Updater:
         sums = [s for s in self._states.trained if any(s.sums) and s.index not in held]
         found = [*self._held, *tried, *map(UnitGradients.only_sums, sums)]
         if (sums or tried) and not begun:
-            self._settle_compute()  # which may be far behind this thread: trials go on until then
+            self._settle_compute()  # it may be far behind this thread: trials go on meanwhile
             began = time.perf_counter()
             try:
                 self._end_tried_additions(found)
@@ -384,8 +384,8 @@ class Updater:
         return found
 
     def _end_tried_additions(self, found: Sequence[UnitGradients]) -> None:
-        """Wait for sums, and have all norms or know that they will change nothing. Trials that have
-        not begun are given up."""
+        """Backward has ended on the device: wait for sums, and have all norms, or know that they
+        will change nothing. Trials that have not begun are given up."""
         wanted = self._norms.wanted
         trials = self.trials
         left = [trial for trial in self._tried if trials and not trials.give_up(trial)]
@@ -447,7 +447,8 @@ class Updater:
         return self._states.gradients.found()
 
     def _settle_compute(self) -> None:
-        """A forward after backward may still read what updates in host memory write."""
+        """Wait until the device has run all that it was given: a forward after backward, too, which
+        may read what updates in host memory write."""
         reached = self._lanes.mark()
         if reached is not None and any(s.tier != "device" for s in self._states.units):
             reached.synchronize()
