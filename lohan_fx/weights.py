@@ -354,18 +354,28 @@ def _prefix_hint(known: Container[str], infos: Mapping[str, TensorInfo]) -> str:
     return ""
 
 
+_WRAPPED = ".base_layer."
+"""Where peft has a layer that it adapts."""
+
+
 def _inner_hint(known: Iterable[str], infos: Container[str]) -> str:
     """Say so if the file's names fit after a prefix."""
     known = set(known)
     heads = {key[: i + 1] for key in known for i, c in enumerate(key) if c == "."}
     for head in sorted(heads, key=len):
-        within = [key for key in known if key.startswith(head)]
-        if sum(key.removeprefix(head) in infos for key in within) * 2 > len(within):
-            return (
-                f"\n  most names fit after {head!r}: the file is of the inner module "
-                f"{head.removesuffix('.')}. Pass weights={{{head!r} + name: tensor, …}}, with what "
-                "is missing"
-            )
+        inner = [key.removeprefix(head) for key in known if key.startswith(head)]
+        if sum(key.replace(_WRAPPED, ".") in infos for key in inner) * 2 <= len(inner):
+            continue
+        wrapped = any(_WRAPPED in key and key.replace(_WRAPPED, ".") in infos for key in inner)
+        also, taken = "", "name"
+        if wrapped:
+            also = f", and with {_WRAPPED!r} where a layer is wrapped"
+            taken = f"name.replace({_WRAPPED!r}, '.')"
+        return (
+            f"\n  most names fit after {head!r}{also}: the file is of the inner module "
+            f"{head.removesuffix('.')}. Pass weights={{{head!r} + name: tensors[{taken}], …}} "
+            "for the model's own names, with what is missing"
+        )
     return ""
 
 

@@ -214,6 +214,31 @@ def test_a_prefix_is_recognized(rename: Any, hint: str, tmp_path: Path) -> None:
         compiled(tmp_path, meta(lambda: MLP(num_layers=8)), state)
 
 
+def test_the_weights_of_what_adapters_wrap_are_recognized(tmp_path: Path) -> None:
+    """As peft wraps: what the message says to pass is then accepted, but for the adapters."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer, self.adapter = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+
+    def build() -> nn.Module:
+        return nn.ModuleDict({"base": nn.Sequential(Adapted(), nn.Linear(4, 4), nn.Linear(4, 4))})
+
+    tensors = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).state_dict()
+    hint = (
+        r"after 'base\.', and with '\.base_layer\.' where a layer is wrapped: .* "
+        r"weights=\{'base\.' \+ name: tensors\[name\.replace\('\.base_layer\.', '\.'\)\]"
+    )
+    with pytest.raises(CheckpointError, match=hint):
+        compiled(tmp_path, meta(build), dict(tensors))
+    own = (name.removeprefix("base.") for name in build().state_dict())
+    taken = {name: name.replace(".base_layer.", ".") for name in own}
+    weights = {"base." + name: tensors[key] for name, key in taken.items() if key in tensors}
+    with pytest.raises(CheckpointError, match=r"missing \(1\): base\.0\.adapter\.weight"):
+        compiled(tmp_path, meta(build), weights)
+
+
 def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     safetensors.torch.save_file(dict(MLP().state_dict()), str(file))
