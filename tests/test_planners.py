@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lohan_fx.errors import InsufficientMemoryError, LohanError, PlanError
+from lohan_fx.errors import InsufficientMemoryError, LohanError, PlanError, format_bytes
 from lohan_fx.footprint import align, host_breakdown, host_bytes_needed, ssd_bytes_needed
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import SCHEDULES, Action, Plan
@@ -730,3 +730,30 @@ def test_the_advice_is_about_what_takes_host_memory(accumulator: bool) -> None:
     for part in ("states='ssd'", "swap_to='ssd'", "a smaller batch", "recomputes"):
         assert part in error.value.advice
     assert "accumulate=" not in error.value.advice
+
+
+def test_the_advice_is_enough() -> None:
+    """The SSD that states would need, and what the schedule that updates in turn does: with that
+    much, to the byte, there is a plan."""
+    workload, hw = gpt_workload(), small_hardware()
+    options = PlannerOptions(states="host", swap_to="host")
+    with pytest.raises(InsufficientMemoryError) as error:
+        make_plan("recompute-all", workload, hw, budget(host=1, ssd=1), options)
+    on_ssd = PlannerOptions(states="ssd", swap_to="host")
+    plan = make_plan("recompute-all", workload, hw, budget(), on_ssd)
+    states = ssd_bytes_needed(workload, plan)["units"]
+    assert f"an SSD of {format_bytes(states)} for states" in error.value.advice
+    make_plan("recompute-all", workload, hw, budget(ssd=states), on_ssd)
+
+    need = sum(host_bytes_needed(workload, plan).values())
+    with pytest.raises(InsufficientMemoryError) as error:
+        make_plan("recompute-all", workload, hw, budget(host=need - 1), on_ssd)
+    serial = replace(on_ssd, schedule="serial")
+    less = sum(
+        host_bytes_needed(
+            workload, make_plan("recompute-all", workload, hw, budget(), serial)
+        ).values()
+    )
+    assert less < need
+    assert f"With schedule='serial' it needs {format_bytes(less)}" in error.value.advice
+    make_plan("recompute-all", workload, hw, budget(host=less), serial)

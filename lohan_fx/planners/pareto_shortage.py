@@ -75,7 +75,7 @@ class Shortage:
             return None
         need, made = found
         parts = host_bytes_needed(self.model.workload, made.plan)
-        advice = host_advice(self.model.workload, made.plan)
+        advice = host_advice(self.model.workload, made.plan, self.budget)
         where = "the whole step"
         if self.model.options.schedule == "speculative":
             where += ", with second copies of units in host memory"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from lohan_fx.errors import InsufficientMemoryError, PlanError
+from lohan_fx.errors import InsufficientMemoryError, PlanError, format_bytes
 from lohan_fx.footprint import (
     align,
     has_own_buffer,
@@ -245,7 +246,7 @@ def check_capacity(workload: Workload, plan: Plan, budget: MemoryBudget) -> None
                 have,
                 where=f"the whole step, strategy {plan.strategy!r}",
                 at_peak=[(name, size) for name, size in parts if size],
-                advice=_SSD_ADVICE if tier == "ssd" else host_advice(workload, plan),
+                advice=_SSD_ADVICE if tier == "ssd" else host_advice(workload, plan, budget),
             )
 
 
@@ -294,12 +295,14 @@ def check_states_fit(
 _SSD_ADVICE = "Give the plan a larger SSD, or let states or activations stay in host memory."
 
 
-def host_advice(workload: Workload, plan: Plan) -> str:
-    """What makes a plan take less host memory."""
+def host_advice(workload: Workload, plan: Plan, budget: MemoryBudget) -> str:
+    """What makes a plan take less host memory than it does, with this budget of SSDs."""
     need = host_bytes_needed(workload, plan)
     ways = ["more host memory"]
     if need["units"] or need["spares"]:
-        ways.append("an SSD for states (states='ssd')")
+        states = sum(unit_bytes(unit) for unit in workload.units)
+        size = f" of {format_bytes(states)}" if 0 < budget.ssd_bytes < states else ""
+        ways.append(f"an SSD{size} for states (states='ssd')")
     if need["residuals"]:
         ways += [
             "an SSD for activations (swap_to='ssd')",
@@ -307,6 +310,9 @@ def host_advice(workload: Workload, plan: Plan) -> str:
             "a strategy that recomputes",
         ]
     found = f"Give the plan {' or '.join(ways)}."
+    in_turn = sum(host_bytes_needed(workload, replace(plan, schedule="serial")).values())
+    if in_turn < sum(need.values()):
+        found += f" With schedule='serial' it needs {format_bytes(in_turn)}, and more time."
     own = own_buffers(plan)
     waiting = [
         unit
