@@ -485,6 +485,31 @@ def test_nothing_is_loaded_before_there_is_memory(tmp_path: Path) -> None:
     assert not model._load_state_dict_pre_hooks
 
 
+def test_what_has_data_is_loaded_before_there_is_memory(tmp_path: Path) -> None:
+    """Adapters and a head beside a base on meta, and their states."""
+    plain, inputs = make("mlp")
+    weights = dict(plain.state_dict())
+    model = meta(MLP)
+    model.end = nn.Linear(32, 10)
+    head = {name: value + 1 for name, value in weights.items() if name.startswith("end.")}
+    base = {name: value for name, value in weights.items() if name not in head}
+    optimizer = torch.optim.SGD(model.end.parameters(), lr=0.1, momentum=0.9)
+    other = torch.optim.SGD(plain.end.parameters(), lr=0.1, momentum=0.9)
+    plain(**inputs).backward()
+    other.step()
+    options: dict[str, Any] = {"hw": cpu_hardware(tmp_path), "memory": BUDGET, "weights": base}
+    made = lohan_fx.compile(model, optimizer=optimizer, **options)
+    made.load_state_dict(head, strict=False)
+    optimizer.load_state_dict(other.state_dict())
+    made.lohan.prepare(**inputs)
+    assert all(torch.equal(made.state_dict()[name], value) for name, value in head.items())
+    found, wanted = optimizer.state_dict()["state"], other.state_dict()["state"]
+    assert found.keys() == wanted.keys() == {0, 1}
+    for i, entry in wanted.items():
+        assert torch.equal(found[i]["momentum_buffer"], entry["momentum_buffer"])
+    made.lohan.close()
+
+
 def test_without_an_optimizer_gradients_land_in_grad(tmp_path: Path) -> None:
     plain, inputs = make("tied")
     model = meta(Tied)

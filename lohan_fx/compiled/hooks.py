@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lohan_fx._compat import backward_hook, gradient_hook
-from lohan_fx.compiled.programs import Programs
 from lohan_fx.errors import LohanError, StepError
 
 T = TypeVar("T")
@@ -48,39 +47,6 @@ def _no_hook() -> Callable[..., None]:
 
 def _nothing(*_: Any) -> None:
     pass
-
-
-class LoadsNothing:
-    """Refuses load_state_dict() of a model on the meta device, and of its optimizer, before there
-    is memory: torch would copy the weights nowhere, and the states onto the meta device.
-
-    Args:
-        model, programs: held weakly.
-    """
-
-    def __init__(self, model: nn.Module, programs: Programs) -> None:
-        self._model = weakref.ref(model)
-        self._programs = weakref.ref(programs)
-
-    def before_weights(self, *_: Any) -> None:
-        """Hook of the module."""
-        self._check("the weights", "give them to lohan_fx.compile as weights=")
-
-    def before_states(self, _: Optimizer, state: Mapping[str, Any]) -> None:
-        """Hook of the optimizer. What has hyperparameters only can be loaded."""
-        if state["state"]:
-            self._check("the states", "load a checkpoint with lohan_fx.load")
-
-    def _check(self, what: str, otherwise: str) -> None:
-        model, programs = self._model(), self._programs()
-        if model is None or programs is None or programs.memory is not None:
-            return
-        if any(p.is_meta for p in model.parameters()):
-            raise StepError(
-                f"{what} would be lost: the model is on the meta device until its first forward. "
-                "Call model.lohan.prepare(*args, **kwargs) with a batch to train on before "
-                f"load_state_dict() (and so before a trainer resumes), or {otherwise}"
-            )
 
 
 class NoCopies:

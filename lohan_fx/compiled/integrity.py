@@ -6,9 +6,13 @@ A step that failed after some units had taken it *tears* a model; a load that fa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
 
 from lohan_fx.compiled.programs import Programs
 from lohan_fx.errors import StepError
@@ -163,3 +167,42 @@ def _missing_step(limit: int | None) -> str:
         f"{ran}, but optimizer.step() was not called since, or failed: call optimizer.step() "
         f"before the next forward, as gradients are consumed when they appear{more}"
     )
+
+
+class LoadsNothing:
+    """Refuses load_state_dict() of a model on the meta device, and of its optimizer, before there
+    is memory: torch would copy the weights nowhere, and the states onto the meta device.
+
+    Args:
+        programs: held weakly.
+    """
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs = weakref.ref(programs)
+
+    def before_weights(
+        self, model: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
+    ) -> None:
+        """Hook of the module. Parameters that have data can be loaded: adapters, say."""
+        named = model.named_parameters(remove_duplicate=False)
+        if self._has_none() and any(p.is_meta and prefix + name in state for name, p in named):
+            self._refuse("the weights", "give them to lohan_fx.compile as weights=")
+
+    def before_states(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Hook of the optimizer. Hyperparameters can be loaded, and what is of such parameters."""
+        keys = [key for group in state["param_groups"] for key in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        pairs = zip(keys, parameters, strict=False)  # torch says so if their numbers differ
+        if self._has_none() and any(p.is_meta and key in state["state"] for key, p in pairs):
+            self._refuse("the states", "load a checkpoint with lohan_fx.load")
+
+    def _has_none(self) -> bool:
+        programs = self._programs()
+        return programs is not None and programs.memory is None
+
+    def _refuse(self, what: str, otherwise: str) -> None:
+        raise StepError(
+            f"{what} would be lost: the model is on the meta device until its first forward. Call "
+            "model.lohan.prepare(*args, **kwargs) with a batch to train on before "
+            f"load_state_dict() (and so before a trainer resumes), or {otherwise}"
+        )

@@ -21,8 +21,8 @@ from lohan_fx.compiled.arriving import Arriving
 from lohan_fx.compiled.building import Builder
 from lohan_fx.compiled.ending import Ending
 from lohan_fx.compiled.grad_mode import grad_mode_kept
-from lohan_fx.compiled.hooks import Call, LoadsNothing, NoCopies, SubmoduleCall
-from lohan_fx.compiled.integrity import Integrity
+from lohan_fx.compiled.hooks import Call, NoCopies, SubmoduleCall
+from lohan_fx.compiled.integrity import Integrity, LoadsNothing
 from lohan_fx.compiled.lookup import Lookup
 from lohan_fx.compiled.notices import Notices
 from lohan_fx.compiled.optimizer_states import OptimizerStates
@@ -86,7 +86,7 @@ class CompiledModel:
         )
         self._step = OptimizerStep(programs, self.integrity, self._meter)
         self.optimizer_states: OptimizerStates | None = None
-        loads_nothing = LoadsNothing(model, programs)
+        loads_nothing = LoadsNothing(programs)
         self._hooks: list[RemovableHandle | NoCopies] = [
             model.register_load_state_dict_pre_hook(loads_nothing.before_weights)
         ]
