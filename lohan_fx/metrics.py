@@ -21,9 +21,10 @@ from lohan_fx.runtime.memory import Memory
 LINKS = ("d2h", "h2d", "ssd_read", "ssd_write")
 
 KEYS: dict[str, str] = {
-    "lohan/steps": "optimizer steps since the model was compiled",
+    "lohan/steps": "steps that backward began and optimizer.step() ended since the model was "
+    "compiled, those left out for their gradients, too",
     "lohan/step_s": "seconds from the end of one optimizer.step() to that of the next, averaged "
-    "over the steps since the last call; absent until there are two",
+    "over the steps since the last call; absent if there are none, or no two yet",
     "lohan/wait_s": "seconds that optimizer.step() and what joins it waited for updates, since the "
     "last call",
     "lohan/exposed_s": "seconds that compute waited for transfers in forward and backward, since "

@@ -46,6 +46,28 @@ class Run:
         return self.model.lohan.metrics()
 
 
+@pytest.mark.parametrize("schedule", ["optimized", "overlapped", "deferred", "serial"])
+def test_steps_are_those_that_have_gradients(
+    schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer.step() without a backward does nothing; one that is left out was a step."""
+    run = Run(hw, monkeypatch, schedule=schedule)
+    run.optimizer.step()
+    run.step()
+    run.optimizer.step()
+    assert run.metrics()["lohan/steps"] == 1
+    run.step()
+    assert run.metrics()["lohan/steps"] == 2
+    run.model.lohan.close()
+    skipping = Run(hw, monkeypatch, skip_nonfinite=True, accumulate=2)
+    for scale in (1.0, math.nan):
+        (loss_of("mlp", skipping.model(**skipping.inputs)) * scale).backward()
+        skipping.optimizer.step()  # after one of two backwards
+    assert skipping.metrics()["lohan/steps"] == 2
+    assert skipping.metrics()["lohan/skipped_steps"] == 1
+    skipping.model.lohan.close()
+
+
 def test_every_key_is_explained_and_there(
     hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

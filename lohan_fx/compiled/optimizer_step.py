@@ -53,7 +53,8 @@ class OptimizerStep:
         if recorder is not None:
             label = memory.lanes.label("join", "optimizer.step")
             recorder.add("gpu", label, began, recorder.mark())
-        self._meter.end_step()
+        if updater.took:
+            self._meter.end_step()
         memory.states.gradients.hide()
 
     def show_gradients(self) -> None:

@@ -76,7 +76,8 @@ class Updater:
             another one runs.
         behind: `finish` has ended a step whose updates may still run; `join` has not run since.
         torn: units that were updated by a step that then failed.
-        num_left: updates that the last `finish` left to run beside the next forward.
+        took: the last `finish` had gradients to end a step with, also if it was left out.
+        num_left: updates that it left to run beside the next forward.
         trials: updates into second copies, with schedule "speculative".
     """
 
@@ -105,6 +106,7 @@ class Updater:
         self._owes_norm = False  # of the step that `finish` ended: `join` knows it
         self._updates = UnitUpdates(lanes, self._norms)
         self._last = False  # the backward that runs, or ran last, ends a step
+        self.took = False
         self.num_left = 0
         self._stopped: BaseException | None = None  # why no further update may begin
         self._states = states
@@ -322,6 +324,7 @@ class Updater:
         # of a step that failed
         retries = self._held and (kept or self._updates.begun) and not begun
         given = list(self._held) if retries else self._kept() if kept else self._left(begun)
+        self.took = bool(begun or given)
         if given and not retries:
             if not begun:
                 self._updates.hyperparameters = snapshot_hyperparameters(self._optimizer)
