@@ -203,7 +203,8 @@ def load(
     """
     if directory is None:
         raise LohanError(
-            "directory=None: give a checkpoint's (lohan_fx.latest returns None where none is)"
+            "directory=None: give the directory of a checkpoint (lohan_fx.latest returns None "
+            "where there is none)"
         )
     path = found_directory(path_of("directory", directory))
     compiled = _compiled(model)

@@ -44,7 +44,7 @@ X = torch.ones(2, 8)
         (lambda m, hw, p: save(m, p / "s", optimizer=torch.optim.SGD), "optimizer=SGD: use None"),
         (lambda m, hw, p: load(None, p), "not of a NoneType"),
         (lambda m, hw, p: load(m, 5), "directory=5: give a path"),
-        (lambda m, hw, p: load(m, latest(p)), "latest returns None where none is"),
+        (lambda m, hw, p: load(m, latest(p)), "latest returns None where there is none"),
         (lambda m, hw, p: load(m, p, optimizer=True), "optimizer=bool: use None"),
         (lambda m, hw, p: load(m, p, verify="no"), "verify='no': use True or False"),
         (lambda m, hw, p: latest(None), "directory=None: give a path"),

@@ -357,10 +357,11 @@ def test_a_model_is_not_deleted_in_the_middle_of_a_step(
     del pair.handle, pair.models[1]
     finish = Updater.finish
 
-    def collect(updater: Updater) -> None:
+    def collect(updater: Updater) -> bool:
         gc.collect()
-        finish(updater)
+        ends_step = finish(updater)
         gc.collect()
+        return ends_step
 
     monkeypatch.setattr(Updater, "finish", collect)
     pair.step()

@@ -14,7 +14,7 @@ fitting           a plan within budget
 building          from inputs to a program
 lookup            which program runs for the inputs of a call
 replanning        another plan, once, by what the first steps measured
-integrity         whether weights and states are all of one step
+integrity         whether weights and states are all of one step; loads that would be lost
 optimizer_states  states between the user's optimizer and their tiers
 optimizer_step    what optimizer.step() does
 running           one forward

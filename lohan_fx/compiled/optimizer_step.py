@@ -49,11 +49,11 @@ class OptimizerStep:
             recorder.phase = "optimizer"
             began = recorder.mark()
         with grad_mode_kept():
-            updater.finish()
+            ends_step = updater.finish()
         if recorder is not None:
             label = memory.lanes.label("join", "optimizer.step")
             recorder.add("gpu", label, began, recorder.mark())
-        if updater.took:
+        if ends_step:
             self._meter.end_step()
         memory.states.gradients.hide()
 

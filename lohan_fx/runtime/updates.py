@@ -76,8 +76,7 @@ class Updater:
             another one runs.
         behind: `finish` has ended a step whose updates may still run; `join` has not run since.
         torn: units that were updated by a step that then failed.
-        took: the last `finish` had gradients to end a step with, also if it was left out.
-        num_left: updates that it left to run beside the next forward.
+        num_left: updates that the last `finish` left to run beside the next forward.
         trials: updates into second copies, with schedule "speculative".
     """
 
@@ -106,7 +105,6 @@ class Updater:
         self._owes_norm = False  # of the step that `finish` ended: `join` knows it
         self._updates = UnitUpdates(lanes, self._norms)
         self._last = False  # the backward that runs, or ran last, ends a step
-        self.took = False
         self.num_left = 0
         self._stopped: BaseException | None = None  # why no further update may begin
         self._states = states
@@ -311,8 +309,11 @@ class Updater:
         """Compute waits until the unit's gradients have left the device."""
         self._offload.release(index)
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         """End the step, as optimizer.step() does: with late schedules updates go on.
+
+        Returns:
+            whether there was a step: gradients, even if they are not finite and it is left out.
 
         Raises:
             StepError: hyperparameters are others than those that updates in backward had.
@@ -324,7 +325,7 @@ class Updater:
         # of a step that failed
         retries = self._held and (kept or self._updates.begun) and not begun
         given = list(self._held) if retries else self._kept() if kept else self._left(begun)
-        self.took = bool(begun or given)
+        ends_step = bool(begun or given)
         if given and not retries:
             if not begun:
                 self._updates.hyperparameters = snapshot_hyperparameters(self._optimizer)
@@ -364,6 +365,7 @@ class Updater:
                 "scheduler after optimizer.step() does), or compile with schedule='deferred' or "
                 "'serial', or gradients='kept'"
             )
+        return ends_step
 
     def wait(self) -> None:
         """Wait until nothing reads the last step's gradients."""
