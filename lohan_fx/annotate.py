@@ -273,7 +273,11 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitLayout:
-    """The flat layout of one unit; every parameter starts at a multiple of the alignment."""
+    """The flat layout of one unit; every parameter starts at a multiple of the alignment.
+
+    `dtype` is of its states, `copy_dtype` of what the graph reads, `shown_dtype` of the model's
+    parameters.
+    """
 
     name: str
     block: str
@@ -281,6 +285,7 @@ class UnitLayout:
     numel: int
     dtype: torch.dtype
     copy_dtype: torch.dtype
+    shown_dtype: torch.dtype
     trains: bool
 
 
@@ -329,6 +334,7 @@ def unit_layouts(
                 numel=end,
                 dtype=layout.master_dtype(members[0][1]) if trains else copy_dtype,
                 copy_dtype=copy_dtype,
+                shown_dtype=dtype,
                 trains=trains,
             )
         )
@@ -554,13 +560,15 @@ def _unit(
 ) -> Unit:
     gradients = tuple(gradient_of[s.name] for s in u.slices if s.name in gradient_of)
     compute = u.numel * u.copy_dtype.itemsize
-    state = accumulator = 0
+    state = accumulator = master = 0
     if u.trains:
-        state = states.num_states * u.numel * u.dtype.itemsize
+        flat = u.numel * u.dtype.itemsize
+        state = states.num_states * flat
         if states.compute_dtype is not None:
-            state += u.numel * u.dtype.itemsize
+            state += flat
+            master = flat if u.shown_dtype == u.dtype else 0
         if states.accumulates:
-            accumulator = u.numel * u.dtype.itemsize
+            accumulator = flat
     return Unit(
         name=u.name,
         block=u.block,
@@ -574,4 +582,5 @@ def _unit(
         gradients=gradients,
         own_master=u.trains and states.compute_dtype is None,
         accumulator_bytes=accumulator,
+        master_bytes=master,
     )

@@ -64,7 +64,8 @@ def demand_bound(hw: HardwareProfile, d: Demand, schedule: Schedule) -> Bound:
         "gpu": d.forward_s
         + d.backward_s
         + d.recompute_s
-        + d.device_update_bytes / hw.device_bytes_per_s
+        + (d.device_update_bytes + d.cast_forward_bytes + d.cast_backward_bytes)
+        / hw.device_bytes_per_s
         + direct_s,
         "d2h": outgoing / hw.d2h_bytes_per_s,
         "h2d": incoming / hw.h2d_bytes_per_s,

@@ -56,8 +56,9 @@ class Demand:
     `swapped_ssd_bytes` αA_G2M; the fetches and `gradient_bytes` are 2P each; an SSD unit reads
     2P of compute copy in both stages and 12P of states in backward, and writes 14P back.
     `num_cpu_params` are updated on the CPU; `device_update_bytes` is the memory traffic of
-    updates of device-resident units. What the device itself reads of host memory and writes to
-    it (`direct_…`) takes its time and the link's; `direct_gradient_bytes` are a part of
+    updates of device-resident units, `cast_forward_bytes` and `cast_backward_bytes` that of casts
+    of masters, where they keep no compute copy. What the device itself reads of host memory and
+    writes to it (`direct_…`) takes its time and the link's; `direct_gradient_bytes` are a part of
     `gradient_bytes`.
     """
 
@@ -78,6 +79,8 @@ class Demand:
     ssd_state_write_bytes: int = 0
     num_cpu_params: int = 0
     device_update_bytes: int = 0
+    cast_forward_bytes: int = 0
+    cast_backward_bytes: int = 0
     direct_forward_bytes: int = 0
     direct_backward_bytes: int = 0
     direct_gradient_bytes: int = 0
@@ -181,8 +184,9 @@ class _Rates:
 def _forward_terms(rates: _Rates, d: Demand) -> dict[str, float]:
     """The four terms of Eq. 2 (and the duplex rate)."""
     incoming = d.fetch_forward_bytes + d.direct_forward_bytes
+    gpu = rates.compute(d.forward_flops, d.forward_s) + rates.h2d(d.direct_forward_bytes)
     terms = {
-        "gpu": rates.compute(d.forward_flops, d.forward_s) + rates.h2d(d.direct_forward_bytes),
+        "gpu": gpu + rates.device_optimizer(d.cast_forward_bytes),
         "g2m": rates.d2h(d.swapped_bytes),
         "m2g": rates.h2d(incoming),
         "ssd": rates.ssd_read(d.ssd_fetch_forward_bytes) + rates.ssd_write(d.swapped_ssd_bytes),
@@ -202,7 +206,7 @@ def _backward_terms(rates: _Rates, d: Demand, schedule: Schedule) -> dict[str, f
     gpu += rates.h2d(d.direct_backward_bytes) + rates.d2h(d.direct_gradient_bytes)
     reloads = d.fetch_backward_bytes + d.swapped_bytes + d.direct_backward_bytes
     terms = {
-        "gpu": gpu + rates.device_optimizer(d.device_update_bytes),
+        "gpu": gpu + rates.device_optimizer(d.device_update_bytes + d.cast_backward_bytes),
         "g2m": rates.d2h(d.gradient_bytes),
         "m2g": rates.h2d(reloads),
         "ssd": ssd if schedule in WAITING else ssd + states,
@@ -278,13 +282,16 @@ def iteration_time(
 
 
 def state_demand(
-    units: Iterable[Unit], tiers: Mapping[str, Tier], copies: Collection[str] = ()
+    units: Iterable[Unit],
+    tiers: Mapping[str, Tier],
+    copies: Collection[str] = (),
+    casts: Collection[str] = (),
 ) -> Demand:
     """The part of a demand that optimizer updates make, by the tier of each unit.
 
     Units in host memory have no SSD terms; device-resident units cross nothing; frozen units
     are never updated or written back. `copies` are SSD units whose compute copies are in host
-    memory.
+    memory, `casts` device units that keep none.
     """
     trainable = [u for u in units if u.trainable]
     ssd = [u for u in trainable if tiers[u.name] == "ssd"]
@@ -295,7 +302,7 @@ def state_demand(
         ssd_state_read_bytes=sum(u.update_read_bytes for u in ssd),
         ssd_state_write_bytes=sum(update_write_bytes(u, copies) for u in ssd),
         num_cpu_params=sum(u.num_params for u in moved),
-        device_update_bytes=sum(u.device_update_bytes for u in resident),
+        device_update_bytes=sum(u.device_update_bytes(copy=u.name not in casts) for u in resident),
     )
 
 
@@ -304,19 +311,21 @@ def unit_demand(
     tiers: Mapping[str, Tier],
     fetches: Mapping[str, tuple[int, int]],
     copies: Collection[str] = (),
+    casts: Collection[str] = (),
 ) -> Demand:
     """A demand with everything but activations filled in.
 
     `fetches` has for each unit how often its compute copy comes in during forward and during
     backward (once each in the paper); `copies` are SSD units whose compute copies come from host
-    memory.
+    memory, `casts` device units whose copies are cast instead.
     """
+    cast = [u for u in workload.units if tiers[u.name] == "device" and u.name in casts]
     moved = [u for u in workload.units if tiers[u.name] != "device"]
     ssd = [u for u in moved if tiers[u.name] == "ssd" and u.name not in copies]
     forward = [op for op in workload.ops if op.phase == "forward"]
     backward = [op for op in workload.ops if op.phase == "backward"]
     return replace(
-        state_demand(workload.units, tiers, copies),
+        state_demand(workload.units, tiers, copies, casts),
         forward_flops=workload.forward_flops,
         backward_flops=workload.backward_flops,
         forward_s=sum(op.seconds for op in forward),
@@ -325,4 +334,6 @@ def unit_demand(
         fetch_backward_bytes=sum(u.compute_bytes * fetches[u.name][1] for u in moved),
         ssd_fetch_forward_bytes=sum(u.compute_bytes * fetches[u.name][0] for u in ssd),
         ssd_fetch_backward_bytes=sum(u.compute_bytes * fetches[u.name][1] for u in ssd),
+        cast_forward_bytes=sum(u.cast_bytes * fetches[u.name][0] for u in cast),
+        cast_backward_bytes=sum(u.cast_bytes * fetches[u.name][1] for u in cast),
     )

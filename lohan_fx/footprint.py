@@ -212,6 +212,16 @@ def parked_gradients(plan: Plan) -> frozenset[str]:
     return frozenset(name for name, unit in plan.units.items() if unit.gradients == "parked")
 
 
+def may_cast(unit: Unit, tier: Tier) -> bool:
+    """Whether a unit could keep no compute copy, which is cast from its master instead."""
+    return tier == "device" and unit.master_bytes > 0
+
+
+def cast_units(plan: Plan) -> frozenset[str]:
+    """Units on the device that keep no compute copy."""
+    return frozenset(name for name, unit in plan.units.items() if unit.casts)
+
+
 def own_buffers(plan: Plan) -> frozenset[str]:
     """Units for which the plan wants a gradient buffer of their own."""
     return direct_gradients(plan) | parked_gradients(plan)

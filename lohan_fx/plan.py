@@ -89,7 +89,9 @@ class FetchWindow:
 class UnitPlan:
     """Where a unit's states live, and when its compute copy is on the device.
 
-    Units in the device tier have no windows: nothing of theirs moves.
+    Units in the device tier have no windows, as nothing of theirs moves, unless `casts`: those
+    keep no compute copy there, only what an update needs. For each window it is cast from the
+    master where that is.
     `emit_after` is the op after which all gradients exist and nothing reads the
     parameters any more; compute waits for their copy to the host after op
     `release_gradients_after`, where their device memory falls. Both are None for units
@@ -113,6 +115,7 @@ class UnitPlan:
     access: Access = "fetch"
     gradients: Emission = "copy"
     copy_tier: CopyTier | None = None
+    casts: bool = False
 
     @property
     def gradient_tier(self) -> Tier:
@@ -125,7 +128,12 @@ class UnitPlan:
         return self.copy_tier or self.tier
 
 
-_UNIT_DEFAULTS: Mapping[str, Any] = {"access": "fetch", "gradients": "copy", "copy_tier": None}
+_UNIT_DEFAULTS: Mapping[str, Any] = {
+    "access": "fetch",
+    "gradients": "copy",
+    "copy_tier": None,
+    "casts": False,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +177,9 @@ class Plan:
             r.action if r.action != "swap" else f"swap to {r.tier}" for r in self.residuals.values()
         )
         tiers = collections.Counter(
-            u.tier if u.copy_tier is None else f"{u.tier} with copies in {u.copy_tier} memory"
+            u.tier
+            + (f" with copies in {u.copy_tier} memory" if u.copy_tier is not None else "")
+            + (" with copies cast where they are used" if u.casts else "")
             for u in self.units.values()
         )
         p = self.prediction

@@ -183,7 +183,8 @@ def _marked_lines(node: fx.Node, mark: Mark) -> Iterator[str]:
     elif mark.kind in ("release", "wait"):
         comment = f"slot {mark.key}"
     elif mark.kind == "fetch_unit":
-        call = f"fetch_unit({mark.name}) <- {mark.tier}{size}"
+        source = f"{mark.tier}{size}" if mark.tier != "device" else "master"
+        call = f"fetch_unit({mark.name}) <- {source}"
     elif mark.kind == "wait_unit":
         comment = mark.name
     elif mark.kind == "host_view":

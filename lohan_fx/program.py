@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lohan_fx.errors import PlanError
-from lohan_fx.footprint import may_park
+from lohan_fx.footprint import may_cast, may_park
 from lohan_fx.plan import WHOLE, Plan, Tier, UnitPlan
 from lohan_fx.workload import MODEL_INPUT_KINDS, Op, Phase, Unit, Workload
 
@@ -45,8 +45,9 @@ class Instruction:
     `name` is the op, residual, unit or region that it is about. `reads` are storages that
     must be alive; `births` are (storage, bytes) that it allocates on the device; a storage
     dies after the last instruction that reads it. `num_bytes` crosses a link (0 for none),
-    to or from `tier`; of a host_view, that is what all ops of the phase read through it.
-    A recompute carries its ops in `body`.
+    to or from `tier`; of a host_view, that is what all ops of the phase read through it. (A
+    fetch_unit from "device" casts the unit's master, and crosses none.) A recompute carries its
+    ops in `body`.
     `direct_bytes` are what compute itself reads of host memory, while it runs (0 for most); the
     device is also busy for as long as a write_gradient's `num_bytes` take to cross the link.
     """
@@ -328,7 +329,12 @@ class _Lowering:
                     f"the compute copy of unit {unit.name} cannot live in {p.copy_tier} memory: "
                     "only host memory can have it, of units in the ssd tier with a master beside it"
                 )
-            if p.tier == "device":
+            if p.casts and not may_cast(unit, p.tier):
+                raise PlanError(
+                    f"unit {unit.name} ({p.tier} tier) must keep its compute copy: only on the "
+                    "device, from a master that the model shows, it can be cast where it is used"
+                )
+            if p.tier == "device" and not p.casts:
                 continue
             spans = []
             for k, window in enumerate(p.windows):
@@ -346,7 +352,7 @@ class _Lowering:
                         phase=self.phase(issue),
                         births=((name, unit.compute_bytes),),
                         tier=p.fetch_tier,
-                        num_bytes=unit.compute_bytes,
+                        num_bytes=0 if p.casts else unit.compute_bytes,
                     )
                 )
             self.windows[unit.name] = spans
@@ -565,7 +571,7 @@ class _Lowering:
             if v.kind in MODEL_INPUT_KINDS and v.kind != "parameter"
         )
         return held + sum(
-            unit.compute_bytes + unit.state_bytes
+            unit.state_bytes + (0 if self.plan.units[unit.name].casts else unit.compute_bytes)
             for unit in self.workload.units
             if self.plan.units[unit.name].tier == "device"
         )

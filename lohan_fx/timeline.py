@@ -53,9 +53,10 @@ class Span:
     """One stretch of work (or, on the gpu lane, of waiting: kinds in `STALLS`).
 
     `name` is the op, residual, unit window, unit or region that it is about, as in
-    `program.Instruction`. Kinds: compute, recompute (gpu); update (gpu, cpu); offload, prefetch,
-    fetch_unit (links, ssd); emit_gradients (d2h); read_states, write_states (ssd); direct_read
-    and write_gradient (gpu and a link: compute itself reaches into host memory).
+    `program.Instruction`. Kinds: compute, recompute (gpu); update (gpu, cpu); offload, prefetch
+    (links, ssd); fetch_unit (links, ssd; gpu: a cast); emit_gradients (d2h); read_states,
+    write_states (ssd); direct_read and write_gradient (gpu and a link: compute itself reaches into
+    host memory).
     `phase` is where the program ordered the work; it may run later.
     """
 

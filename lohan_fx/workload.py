@@ -79,7 +79,8 @@ class Unit:
     `update_scratch_bytes` is what the optimizer allocates on the device while it updates the
     unit there (units in other tiers allocate nothing on the device).
     `accumulator_bytes`, a part of `state_bytes`, is the flat in which gradients add up (0 if the
-    unit has none).
+    unit has none). So is `master_bytes`: the master, if the compute copy can be cast from it
+    wherever the graph reads it, as nobody else looks at the copy (0 if it cannot be).
     """
 
     name: str
@@ -93,6 +94,7 @@ class Unit:
     update_scratch_bytes: int = 0
     own_master: bool = False
     accumulator_bytes: int = 0
+    master_bytes: int = 0
 
     @property
     def trainable(self) -> bool:
@@ -114,11 +116,17 @@ class Unit:
         """What an update writes: all but the gradient."""
         return self.state_bytes + self.compute_bytes - self.accumulator_bytes
 
+    def device_update_bytes(self, *, copy: bool = True) -> int:
+        """What crosses the memory of the device when it updates the unit there: states and `copy`,
+        if it is kept, are read and written, the gradient read (and before, if it is added,
+        written)."""
+        kept = self.compute_bytes if copy else 0
+        return 2 * (self.state_bytes + kept) + self.gradient_bytes
+
     @property
-    def device_update_bytes(self) -> int:
-        """What crosses the memory of the device when it updates the unit there: states and copy
-        are read and written, the gradient read (and before, if it is added, written)."""
-        return 2 * (self.update_write_bytes + self.accumulator_bytes) + self.gradient_bytes
+    def cast_bytes(self) -> int:
+        """What crosses the memory of the device when the compute copy is cast from the master."""
+        return self.master_bytes + self.compute_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

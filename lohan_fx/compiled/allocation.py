@@ -5,7 +5,7 @@ What is in it (`runtime.memory`) knows of no plan; nothing here knows of program
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -16,13 +16,14 @@ from lohan_fx.compiled.options import Options
 from lohan_fx.compiled.training import Training
 from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import Plan, Schedule
+from lohan_fx.plan import Plan, Schedule, Tier
 from lohan_fx.runtime.arena import Arena, Layout, PageLocker
 from lohan_fx.runtime.engine import Engine, SlotStore
 from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.memory import Memory, ssd_paths
 from lohan_fx.runtime.ssd import StripedFile
 from lohan_fx.runtime.states import ModelStates
+from lohan_fx.runtime.unit_states import UnitStates
 from lohan_fx.runtime.updates import Updater
 from lohan_fx.workload import Workload
 
@@ -78,6 +79,7 @@ def allocate(
             memory.file,
             arriving.source,
             footprint.host_copies(plan),
+            footprint.cast_units(plan),
         )
         if arriving.masters and arriving.source is not None:
             memory.states.write(arriving.source.stream(module, arriving.masters), arriving.masters)
@@ -166,15 +168,20 @@ def connect(
 
 
 def move_units(memory: Memory, plan: Plan) -> tuple[tuple[str, ...], str]:
-    """Move units to the tiers of a plan, between device and host.
+    """Move units to the tiers of a plan, between device and host, and let those on the device keep
+    compute copies as it says.
 
     Returns:
         the names of those that moved; why the others did not, if there was no room ("": all
             have). An error would hold this frame, and what moved with it.
     """
-    tiers = footprint.tiers_of(plan)
-    moving = [s for s in memory.states.units if tiers[s.unit.name] != s.tier]
-    moving.sort(key=lambda states: states.tier != "device")  # these make room
+    tiers, casts = footprint.tiers_of(plan), footprint.cast_units(plan)
+    moving = [
+        s
+        for s in memory.states.units
+        if tiers[s.unit.name] != s.tier or (s.unit.name in casts) != s.casts
+    ]
+    moving.sort(key=lambda states: _takes_memory(states, tiers, casts))
     moved: list[str] = []
     try:
         if moving:
@@ -184,7 +191,7 @@ def move_units(memory: Memory, plan: Plan) -> tuple[tuple[str, ...], str]:
             if tiers[states.unit.name] == "host":
                 arena = Arena(states.num_bytes, pin=memory.pin, locker=memory.locker)
                 memory.moved.append(arena)
-            memory.states.move(states, arena)
+            memory.states.move(states, arena, casts=states.unit.name in casts)
             moved.append(states.unit.name)
     except (InsufficientMemoryError, torch.OutOfMemoryError) as error:
         return tuple(moved), str(error)
@@ -192,3 +199,10 @@ def move_units(memory: Memory, plan: Plan) -> tuple[tuple[str, ...], str]:
         if moved:
             memory.buffers = {}  # gradients of other units have buffers now
     return tuple(moved), ""
+
+
+def _takes_memory(states: UnitStates, tiers: Mapping[str, Tier], casts: Collection[str]) -> bool:
+    """Whether the device needs more memory for a unit that is to change."""
+    if tiers[states.unit.name] != "device":
+        return False
+    return states.tier != "device" or states.unit.name not in casts

@@ -164,6 +164,7 @@ class Builder:
                 planner,
                 fixed_units={u.unit.name: u.tier for u in memory.states.units},
                 fixed_copies=memory.states.copies,
+                fixed_casts=memory.states.casts,
                 fixed_parked=self._parked(),
             )
         try:

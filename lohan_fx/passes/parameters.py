@@ -1,4 +1,5 @@
-"""Insert `fetch_unit` / `wait_unit` for every window of every unit that lives off the device.
+"""Insert `fetch_unit` / `wait_unit` for every window: of units that live off the device, and of
+those there that keep no compute copy.
 
 Ops inside a window read the parameters out of the window's flat buffer; the parameters then are
 no inputs of the program any more.
@@ -28,7 +29,7 @@ class Parameters:
         inputs = parameter_inputs(rewrite)
         position = positions(rewrite)
         for layout in rewrite.layouts:
-            if rewrite.plan.units[layout.name].tier != "device":
+            if rewrite.plan.units[layout.name].windows:
                 _windows(rewrite, layout, inputs, position)
         for nodes in inputs.values():
             for node in nodes:
@@ -60,7 +61,7 @@ def _windows(
                 name=name,
                 key=key,
                 tier=decision.fetch_tier,
-                num_bytes=w.unit_by_name[layout.name].compute_bytes,
+                num_bytes=0 if decision.casts else w.unit_by_name[layout.name].compute_bytes,
             ),
         )
         rewrite.returns(flat, flat_value)

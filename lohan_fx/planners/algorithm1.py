@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lohan_fx.cost_model import Demand, IterationTime, iteration_time, unit_demand
 from lohan_fx.errors import format_bytes
-from lohan_fx.footprint import align, unit_bytes
+from lohan_fx.footprint import align, may_cast, unit_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Tier
 from lohan_fx.planners.recompute_cost import Layer, RecomputeCost, layers_of
@@ -123,7 +123,9 @@ def search(
     order = by_benefit(layers_of(workload, rest), options)
     order = _that_fit(workload, order, room.total - _slot_bytes(workload, base))
     copies = sure_copies(workload, budget, options, tiers)
-    demand = unit_demand(workload, tiers, num_fetches(workload), copies)
+    fixed = options.fixed_casts or ()
+    casts = [u.name for u in workload.units if u.name in fixed and may_cast(u, tiers[u.name])]
+    demand = unit_demand(workload, tiers, num_fetches(workload), copies, casts)
     costs = _additive(order) if literal else _exact(workload, {*base, *kept}, order)
     times: list[IterationTime] = []
     points: list[tuple[int, float]] = []

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lohan_fx.plan import Action, Plan, Tier
-from lohan_fx.planners.model import COPIED, UNIT_OPTIONS, Model, Option
+from lohan_fx.planners.model import CAST, COPIED, PARKED, UNIT_OPTIONS, Model, Option
 from lohan_fx.planners.schedule import Choices, UnitMode
 from lohan_fx.planners.simplex import ChoiceProgram, Floats, Ints
 
@@ -32,6 +32,8 @@ _FROM_THE_START: Mapping[Option, int] = {
 _UNITS_FROM_THE_START: Mapping[Option, int] = {
     # Units used first are updated last, when nothing hides that: they belong on the device.
     "device": 0,
+    "cast": 0,
+    "cast-parked": 1,
     "parked": 1,  # the later a unit is used, the longer its gradients would stay on the device
     "direct": 2,
     "reload": 3,
@@ -42,6 +44,15 @@ _UNITS_FROM_THE_START: Mapping[Option, int] = {
     "ssd-hold": 8,
     "ssd": 9,
 }
+
+
+_ON_DEVICE: Mapping[tuple[bool, bool], Option] = {
+    (False, False): "device",
+    (False, True): "parked",
+    (True, False): "cast",
+    (True, True): "cast-parked",
+}
+"""By whether the unit casts, and whether its gradients are parked."""
 
 
 def rounded(model: Model, x: Floats) -> Ints:
@@ -193,7 +204,8 @@ def choices_of(model: Model, assignment: Assignment) -> Choices:
         swap_tiers=swapped,
         regions=model.region_of,
         modes=modes,
-        parked=[u.name for u in w.units if assignment[u.name] == "parked"],
+        parked=[u.name for u in w.units if assignment[u.name] in PARKED],
+        casts=[u.name for u in w.units if assignment[u.name] in CAST],
         copies=[u.name for u in w.units if assignment[u.name] in COPIED],
     )
 
@@ -209,7 +221,7 @@ def assignment_of(model: Model, plan: Plan) -> dict[str, Option] | None:
         across = any(a < turn <= b for a, b in spans)
         option: Option
         if unit.tier == "device":
-            option = "parked" if unit.gradients == "parked" else "device"
+            option = _ON_DEVICE[unit.casts, unit.gradients == "parked"]
         elif unit.access == "direct":
             option = "reload" if spans else "direct"
         elif unit.tier == "host":

@@ -25,6 +25,7 @@ from lohan_fx.footprint import (
     align,
     has_own_buffer,
     host_breakdown,
+    may_cast,
     may_park,
     spare_bytes,
     unit_bytes,
@@ -48,6 +49,8 @@ Option = Literal[
     "recompute",
     "device",
     "parked",
+    "cast",
+    "cast-parked",
     "hold",
     "direct",
     "reload",
@@ -60,6 +63,8 @@ Option = Literal[
 UNIT_OPTIONS: Mapping[Option, tuple[Tier, UnitMode]] = {
     "device": ("device", "fetch"),
     "parked": ("device", "fetch"),
+    "cast": ("device", "fetch"),
+    "cast-parked": ("device", "fetch"),
     "host": ("host", "fetch"),
     "hold": ("host", "hold"),
     "direct": ("host", "direct"),
@@ -70,13 +75,22 @@ UNIT_OPTIONS: Mapping[Option, tuple[Tier, UnitMode]] = {
     "ssd-copy-hold": ("ssd", "hold"),
 }
 """Where a unit's states live, and how ops read its compute copy (`schedule.UnitMode`). "parked":
-its gradients wait in host memory for optimizer.step(), where those of "device" stay there."""
+its gradients wait in host memory for optimizer.step(), where those of "device" stay there. "cast":
+it keeps no compute copy, which is cast for each run of ops that use it."""
+
+PARKED: frozenset[Option] = frozenset({"parked", "cast-parked"})
+"""The options of units on the device with which gradients wait in host memory."""
+
+CAST: frozenset[Option] = frozenset({"cast", "cast-parked"})
+"""The options of units on the device that keep no compute copy."""
 
 COPIED: frozenset[Option] = frozenset({"ssd-copy", "ssd-copy-hold"})
 """The options with which the compute copy is in host memory, and only the states are on SSD."""
 
 HELD: frozenset[Option] = frozenset({"hold", "ssd-hold", "ssd-copy-hold"})
 """The options with which one copy stays on the device from the first use of a step to the last."""
+
+_ON_DEVICE = frozenset(option for option, (tier, _) in UNIT_OPTIONS.items() if tier == "device")
 
 STAGES = ("forward", "backward", "optimizer")
 """What the time variables T_f, T_b, T_o measure."""
@@ -222,6 +236,7 @@ class Model:
                 unit.gradient_bytes,
                 unit.trainable,
                 unit.update_read_bytes,
+                unit.master_bytes,
                 len(self._runs[unit.name]),
             )
             wanted = self._unit_options(unit, fixed.get(unit.name))
@@ -245,7 +260,8 @@ class Model:
             option
             for option, (tier, _) in UNIT_OPTIONS.items()
             if wanted in ("auto", tier)
-            and (tier != "device" or (option == "parked") in self._ways_to_wait(unit))
+            and (tier != "device" or (option in PARKED) in self._ways_to_wait(unit))
+            and (tier != "device" or (option in CAST) in self._ways_to_copy(unit))
             and (tier != "ssd" or self.hw.ssds or wanted == "ssd")
             and (tier != "ssd" or (option in COPIED) in ways)
         )
@@ -255,6 +271,13 @@ class Model:
         if not may_park(unit, "device", self.schedule):
             return (False,)
         fixed = self.options.fixed_parked
+        return (False, True) if fixed is None else (unit.name in fixed,)
+
+    def _ways_to_copy(self, unit: Unit) -> tuple[bool, ...]:
+        """Whether a unit on the device keeps no compute copy, keeps one, or may do either."""
+        if not may_cast(unit, "device"):
+            return (False,)
+        fixed = self.options.fixed_casts
         return (False, True) if fixed is None else (unit.name in fixed,)
 
     def columns(self) -> Iterable[tuple[int, Group, Option]]:
@@ -334,7 +357,7 @@ class Model:
         copies = np.zeros(end + 1)
         scratch = np.zeros(end)
         for unit in self.workload.units:
-            if "device" in self.groups[self.group_of[unit.name]].options:
+            if not _ON_DEVICE.isdisjoint(self.groups[self.group_of[unit.name]].options):
                 at = self._emits.get(unit.name, 0)
                 scratch[at] = max(scratch[at], self._scratch_at(unit.name, at))
             for a, b in self._runs[unit.name]:
@@ -374,9 +397,10 @@ class Model:
             columns = slice(int(self.start[g]), int(self.start[g + 1]))
             least[columns] = (table - sure[:, None]).min(axis=0)
             mean[columns] = (table - sure[:, None]).mean(axis=0)
-            if group.kind == "unit" and "device" in group.options:
-                scratch = sum(self._scratch_at(m, op) for m in group.members)
-                mean[columns.start + group.options.index("device")] += scratch / len(group.members)
+            for k, option in enumerate(group.options):
+                if option in _ON_DEVICE:
+                    scratch = sum(self._scratch_at(m, op) for m in group.members)
+                    mean[columns.start + k] += scratch / len(group.members)
         row = MemoryRow(
             op=op,
             base=float(self._alive[0][op]) + sure_bytes,
@@ -400,13 +424,14 @@ class Model:
                 return 0.0
             return float(r.num_bytes) if r.last_forward < op < r.first_back else 0.0
         unit = self.workload.unit_by_name[member]
-        if UNIT_OPTIONS[option][0] == "device":
-            held = unit.compute_bytes + unit.state_bytes
-            stay = option == "device" and may_park(unit, "device", self.schedule)
+        runs = self._runs[member]
+        if option in _ON_DEVICE:
+            here = option not in CAST or any(a <= op <= b for a, b in runs)
+            held = unit.state_bytes + (unit.compute_bytes if here else 0)
+            stay = option not in PARKED and may_park(unit, "device", self.schedule)
             if stay and op > self._emits.get(member, op):
                 held += sum(self.workload.values[g].num_bytes for g in set(unit.gradients))
             return float(held)
-        runs = self._runs[member]
         if option in HELD:
             runs = [(runs[0][0], runs[-1][1])] if runs else []
         elif option == "reload":
@@ -429,7 +454,7 @@ class Model:
             size = unit_bytes(unit, copy=not copied) if home == tier else 0
             if tier == "host" and copied:
                 size += align(unit.compute_bytes)
-            own = [unit.name] if option == "parked" else []
+            own = [unit.name] if option in PARKED else []
             if tier == "host" and has_own_buffer(unit, home, self.schedule, own):
                 size += align(unit.compute_bytes)
             if tier == "host":
@@ -596,10 +621,11 @@ class Model:
 
     def _unit_effort(self, name: str, option: Option) -> float:
         hw, unit = self.hw, self.workload.unit_by_name[name]
-        if option == "device":
-            return 0.0
-        if option == "parked":
-            return unit.gradient_bytes * (1 / hw.h2d_bytes_per_s + 1 / hw.d2h_bytes_per_s)
+        if option in _ON_DEVICE:
+            link = 1 / hw.h2d_bytes_per_s + 1 / hw.d2h_bytes_per_s
+            found = unit.gradient_bytes * link if option in PARKED else 0.0
+            casts = len(self._runs[name]) if option in CAST else 0
+            return found + casts * unit.cast_bytes / hw.device_bytes_per_s
         copies = 1 if option in HELD or option == "reload" else len(self._runs[name])
         found = copies * unit.compute_bytes / hw.h2d_bytes_per_s
         if option in ("direct", "reload"):
@@ -626,6 +652,8 @@ class Model:
             "ssd-hold",
             "ssd-copy-hold",
             "hold",
+            "cast-parked",
+            "cast",
             "parked",
             "device",
             "keep",

@@ -90,6 +90,8 @@ def _fetches(workload: Workload, plan: Plan, rates: LaneRates) -> list[Incoming]
     for unit in workload.units:
         free = 0
         direct = plan.units[unit.name].access == "direct"
+        if plan.units[unit.name].casts:  # compute itself makes those, and no sooner than it must
+            continue
         for k, window in enumerate(plan.units[unit.name].windows):
             first = index[window.first_use]
             stage = n if first >= n and not direct else 0
@@ -211,10 +213,12 @@ def _move(workload: Workload, plan: Plan, starts: dict[str, int], ends: dict[str
     }
     units = {}
     for name, unit in plan.units.items():
-        windows = tuple(
-            replace(w, fetch_before=ops[starts[window_storage(name, k)]].name)
-            for k, w in enumerate(unit.windows)
-        )
+        windows = unit.windows
+        if not unit.casts:
+            windows = tuple(
+                replace(w, fetch_before=ops[starts[window_storage(name, k)]].name)
+                for k, w in enumerate(windows)
+            )
         end = ends.get(name + "@gradients")
         units[name] = replace(
             unit,

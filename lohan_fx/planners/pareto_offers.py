@@ -111,7 +111,10 @@ class Offers:
         plan = made.plan
         actions = tuple((r.action, r.tier) for r in plan.residuals.values())
         regions = tuple((r.anchor, r.wanted) for r in made.regions)
-        units = tuple((u.tier, u.copy_tier, u.access, len(u.windows)) for u in plan.units.values())
+        units = tuple(
+            (u.tier, u.copy_tier, u.access, u.gradients, len(u.windows))
+            for u in plan.units.values()
+        )
         key = (budget.device_bytes, actions, regions, units)
         if key in self._tried:
             return math.inf

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from lohan_fx.cost_model import Demand, IterationTime, iteration_time, state_demand
 from lohan_fx.footprint import (
+    cast_units,
     host_bytes_needed,
     host_copies,
     parked_gradients,
@@ -29,13 +30,26 @@ def _moved(
     )
 
 
+def _cast(workload: Workload, plan: Plan, phase: Phase) -> int:
+    """Device bytes that casts of masters move in a phase."""
+    ops, index = workload.ops, workload.op_index
+    return sum(
+        workload.unit_by_name[name].cast_bytes
+        for name in cast_units(plan)
+        for window in plan.units[name].windows
+        if ops[index[window.fetch_before]].phase == phase
+    )
+
+
 def demand_of(workload: Workload, plan: Plan, program: Program) -> Demand:
     """What the program asks of every resource; recomputation exact on the DAG."""
     regions = [x for x in program.instructions if x.kind == "recompute"]
     ops = workload.ops
     n = workload.num_forward_ops
     return replace(
-        state_demand(workload.units, tiers_of(plan), host_copies(plan)),
+        state_demand(workload.units, tiers_of(plan), host_copies(plan), cast_units(plan)),
+        cast_forward_bytes=_cast(workload, plan, "forward"),
+        cast_backward_bytes=_cast(workload, plan, "backward"),
         forward_flops=workload.forward_flops,
         backward_flops=workload.backward_flops,
         recompute_flops=sum(x.flops for x in regions),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from lohan_fx.footprint import may_park
+from lohan_fx.footprint import may_cast, may_park
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Action, Plan, Tier
 from lohan_fx.planners.registry import PlannerOptions, register
@@ -19,8 +19,8 @@ _ACTIONS: tuple[Action, ...] = ("keep", "swap", "recompute")
 @dataclass(frozen=True, slots=True)
 class RandomPolicy:
     """Uniform action for each residual, uniform tier for each unit and each swapped residual (and
-    for compute copies of SSD units, if `options.copies` lets them leave their states; and for
-    gradients that wait).
+    for compute copies of SSD units, if `options.copies` lets them leave their states; for gradients
+    that wait; and for copies on the device).
 
     `options.states` and `options.swap_to` narrow the choice. The same seed gives the same plan.
     """
@@ -62,6 +62,9 @@ class RandomPolicy:
                 u.name
                 for u in workload.units
                 if may_park(u, tiers[u.name], options.update_schedule) and rng.random() < 0.5
+            ],
+            casts=[
+                u.name for u in workload.units if may_cast(u, tiers[u.name]) and rng.random() < 0.5
             ],
         )
         return finish(workload, hw, budget, options, choices, "random")

@@ -36,6 +36,8 @@ class PlannerOptions:
             takes precedence over `copies`.
         fixed_parked: the device units whose gradients are parked, if they may be, and no others (as
             `fixed_units`).
+        fixed_casts: the device units that keep no compute copy, if they may do without, and no
+            others (as `fixed_units`).
         cost: which extensions of the cost model count.
         explain: the error of a plan that fits nowhere says what would do, which takes more plans.
         known: finished plans of the same workload: a strategy that searches (`pareto`) begins with
@@ -52,6 +54,7 @@ class PlannerOptions:
     copies: Literal["auto", "states", "host"] = "auto"
     fixed_copies: Collection[str] | None = None
     fixed_parked: Collection[str] | None = None
+    fixed_casts: Collection[str] | None = None
     cost: CostOptions = field(default_factory=CostOptions)
     explain: bool = True
     known: tuple[Plan, ...] = ()

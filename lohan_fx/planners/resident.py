@@ -4,8 +4,10 @@ A resident unit is updated on the device, so it costs neither link nor CPU time;
 memory that activations would have, which then are swapped or recomputed. Units whose gradients
 come last become resident first: their updates are what `optimizer.step()` would wait for. How many
 is found by simulation, closer and closer around the best count. Host memory that is left holds
-compute copies of units on SSD. Where gradients of resident units wait for optimizer.step(), those
-that would wait longest may wait in host memory, if that lets more units be resident.
+compute copies of units on SSD. Where resident units are not all that there is, they are also tried
+without compute copies, which are cast where they are used: that lets more of them be resident.
+Where gradients of resident units wait for optimizer.step(), those that would wait longest may wait
+in host memory, if that lets more units be resident.
 
 (LoHan §IV keeps no states on the device; ZeRO-Offload's successors and SSDTrain §3 do when memory
 is left.)
@@ -17,9 +19,10 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from lohan_fx.errors import InsufficientMemoryError
-from lohan_fx.footprint import may_park, unit_bytes
+from lohan_fx.footprint import may_cast, may_park, unit_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners.lohan import Lohan
@@ -39,17 +42,24 @@ _MIN_SHARE = 0.02
 @dataclass
 class _Counts:
     """Plans by the number of resident units, and of those among them whose gradients are parked;
-    None if there is none that fits."""
+    None if there is none that fits. `casts`: those of them that may keep no compute copy keep none.
+    """
 
     workload: Workload
     hw: HardwareProfile
     budget: MemoryBudget
     options: PlannerOptions
     order: tuple[str, ...]
+    casts: bool = False
 
     def __post_init__(self) -> None:
         self.found: dict[tuple[int, int], tuple[float, Plan] | None] = {}
         self.errors: list[InsufficientMemoryError] = []
+
+    @cached_property
+    def most(self) -> int:
+        """How many units could be resident if they were all that there is."""
+        return _most(self.workload, self.budget, self.order, casts=self.casts)
 
     def seconds(self, count: int, parked: int = 0) -> float:
         key = count, parked
@@ -66,18 +76,37 @@ class _Counts:
             return None
         note = f"{count} of {len(self.workload.units)} units are resident: those whose gradients "
         note += "come last"
+        if self.casts:
+            note += "; they keep no compute copies"
         if parked:
             note += f"; gradients of {parked} of them wait in host memory"
         return replace(made[1], notes=(note, *made[1].notes))
 
-    def park(self, count: int, most: int) -> tuple[int, int]:
+    def search(self, low: int) -> int:
+        """The best count of at least `low`: like bisection, around the best of three points."""
+        most = high = self.most
+        best = min((low, high), key=self.seconds)
+        while high - low > 1:
+            inner = {low + (high - low) * k // 4 for k in (1, 2, 3)} - {low, high}
+            best = min((best, *sorted(inner)), key=self.seconds)
+            tried = sorted({low, best, high} | inner)
+            place = tried.index(best)
+            around = (tried[max(0, place - 1)], tried[min(place + 1, len(tried) - 1)])
+            if around == (low, high):  # nothing is left between them
+                break
+            low, high = around
+        if self.seconds(best) == math.inf:  # those that fit may lie between those that were tried
+            best = min(range(most + 1), key=self.seconds)
+        return best
+
+    def park(self, count: int) -> tuple[int, int]:
         """Park gradients of as many units, and have as many more resident, as gains; of no more
         than that takes, since parked ones cross the link twice."""
         best = count, 0
         while True:
             n = best[0]
             around = [(n, n // 2), (n + 1, (n + 1) // 2), (n + 1, n)]
-            around = [(count, k) for count, k in around if k > 0 and count <= most]
+            around = [(count, k) for count, k in around if k > 0 and count <= self.most]
             found = min(around, key=lambda key: self.seconds(*key), default=best)
             if not self.seconds(*found) < (1 - _MIN_GAIN) * self.seconds(*best):  # maybe inf, both
                 break
@@ -98,6 +127,8 @@ class _Counts:
         options = replace(self.options, fixed_units=fixed)
         if options.fixed_parked is None:
             options = replace(options, fixed_parked=longest)
+        if options.fixed_casts is None:
+            options = replace(options, fixed_casts=resident if self.casts else ())
         try:
             plan = Lohan(name=NAME)(self.workload, self.hw, self.budget, options)
         except InsufficientMemoryError as error:
@@ -132,32 +163,30 @@ def plans_around(
     """
     options = options.with_copies()
     order = _last_gradients_first(workload, options)
+    may = may_help(workload, budget, options)
     counts = _Counts(workload, hw, budget, options, order)
-    low, high = 0, _most(workload, budget, order) if may_help(workload, budget, options) else 0
-    most = high
-    best = min((low, high), key=counts.seconds)
-    while high - low > 1:  # like bisection: around the best of three inner points
-        inner = {low + (high - low) * k // 4 for k in (1, 2, 3)} - {low, high}
-        best = min((best, *sorted(inner)), key=counts.seconds)
-        tried = sorted({low, best, high} | inner)
-        place = tried.index(best)
-        around = (tried[max(0, place - 1)], tried[min(place + 1, len(tried) - 1)])
-        if around == (low, high):  # nothing is left between them
-            break
-        low, high = around
-    if counts.seconds(best) == math.inf:  # those that fit may lie between those that were tried
-        best = min(range(most + 1), key=counts.seconds)
+    best = counts.search(0) if may else 0
+    if may and best < len(order) and _may_cast(workload, options):
+        others = _Counts(workload, hw, budget, options, order, casts=True)
+        count = others.search(min(best, others.most))
+        if others.seconds(count) < (1 - _MIN_GAIN) * counts.seconds(best):
+            counts, best = others, count
     wanted = [(best, 0)]
-    may = any(may_park(u, "device", options.update_schedule) for u in workload.units)
-    if may and options.fixed_parked is None:
-        wanted.insert(0, counts.park(best, most))
+    parks = any(may_park(u, "device", options.update_schedule) for u in workload.units)
+    if parks and options.fixed_parked is None:
+        wanted.insert(0, counts.park(best))
     for k in range(1, distance + 1):
-        wanted += [(count, 0) for count in (best + k, best - k) if 0 <= count <= most]
+        wanted += [(count, 0) for count in (best + k, best - k) if 0 <= count <= counts.most]
     plans = (counts.plan(*key) for key in dict.fromkeys(wanted))
     found = [plan for plan in plans if plan is not None]
     if not found:
         raise min(counts.errors, key=lambda e: e.need_bytes).anew()
     return found
+
+
+def _may_cast(workload: Workload, options: PlannerOptions) -> bool:
+    """Whether it is open which units on the device keep compute copies."""
+    return options.fixed_casts is None and any(may_cast(u, "device") for u in workload.units)
 
 
 def may_help(workload: Workload, budget: MemoryBudget, options: PlannerOptions) -> bool:
@@ -168,9 +197,12 @@ def may_help(workload: Workload, budget: MemoryBudget, options: PlannerOptions) 
     return resident >= _MIN_SHARE * workload.num_params
 
 
-def _most(workload: Workload, budget: MemoryBudget, order: Sequence[str]) -> int:
+def _most(
+    workload: Workload, budget: MemoryBudget, order: Sequence[str], *, casts: bool = False
+) -> int:
     """How many units could be resident if they were all that there is."""
-    sizes = [unit_bytes(workload.unit_by_name[name]) for name in order]
+    units = [workload.unit_by_name[name] for name in order]
+    sizes = [unit_bytes(u, copy=not (casts and may_cast(u, "device"))) for u in units]
     return sum(total <= budget.device_bytes for total in itertools.accumulate(sizes))
 
 

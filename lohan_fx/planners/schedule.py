@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from lohan_fx.errors import InsufficientMemoryError, PlanError
-from lohan_fx.footprint import may_park
+from lohan_fx.footprint import may_cast, may_park
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import TIERS, Action, FetchWindow, Plan, ResidualPlan, Schedule, Tier, UnitPlan
 from lohan_fx.planners.lanes import Load
@@ -55,6 +55,7 @@ class Choices:
         parked: device units whose gradients wait in host memory, with schedules in which they wait
             for optimizer.step().
         copies: SSD units whose compute copies are in host memory; as `options.copies` says if None.
+        casts: device units that keep no compute copy, where they may do without.
     """
 
     actions: Mapping[str, Action]
@@ -65,6 +66,7 @@ class Choices:
     direct_gradients: Collection[str] = ()
     parked: Collection[str] = ()
     copies: Collection[str] | None = None
+    casts: Collection[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +218,7 @@ def _place_units(
     tiers: Mapping[str, Tier],
     copies: Collection[str],
     parked: Collection[str],
+    casts: Collection[str],
     schedule: Schedule,
     regions: Sequence[Region],
 ) -> dict[str, UnitPlan]:
@@ -226,13 +229,14 @@ def _place_units(
     plans: dict[str, UnitPlan] = {}
     for unit in workload.units:
         moves = tiers[unit.name] != "device"
-        mode = choices.modes.get(unit.name, "fetch")
+        casting = unit.name in casts and may_cast(unit, tiers[unit.name])
+        mode = choices.modes.get(unit.name, "fetch") if moves else "fetch"
         writes = moves and unit.trainable and unit.name in choices.direct_gradients
         parks = unit.name in parked and may_park(unit, tiers[unit.name], schedule)
         windows = tuple(
             FetchWindow(fetch_before=ops[a].name, first_use=ops[a].name, last_use=ops[b].name)
             for a, b in _stays(workload, mode, uses[unit.name])
-            if moves
+            if moves or casting
         )
         emit = ops[emits[unit.name]].name if unit.trainable else None
         plans[unit.name] = UnitPlan(
@@ -243,6 +247,7 @@ def _place_units(
             access="direct" if moves and mode in ("direct", "direct-forward") else "fetch",
             gradients="direct" if writes else "parked" if parks else "copy",
             copy_tier="host" if unit.name in copies else None,
+            casts=casting,
         )
     return plans
 
@@ -301,6 +306,7 @@ def draft(
     _check("swap_tiers", choices.swap_tiers or {}, residuals, ("host", "ssd"), all_of_them=False)
     unit_tiers = {**choices.unit_tiers, **(options.fixed_units or {})}
     parked = choices.parked if options.fixed_parked is None else options.fixed_parked
+    casts = choices.casts if options.fixed_casts is None else options.fixed_casts
     options = replace(options, fixed_parked=parked)  # host memory has their buffers, too
     actions = settle(workload, choices.actions, keep_tiny=keep_tiny)
     swapped = [v for v, action in actions.items() if action == "swap"]
@@ -319,7 +325,9 @@ def draft(
     plan = replace(
         plan,
         residuals=_place_residuals(workload, plan.residuals, regions),
-        units=_place_units(workload, choices, unit_tiers, copies, parked, plan.schedule, regions),
+        units=_place_units(
+            workload, choices, unit_tiers, copies, parked, casts, plan.schedule, regions
+        ),
     )
     check_capacity(workload, plan, budget)
     program = lower(workload, plan)

@@ -80,7 +80,7 @@ class StepProgram:
             v.num_bytes
             for v in w.values.values()
             if v.kind in MODEL_INPUT_KINDS and v.kind != "parameter"
-        ) + sum(unit.compute_bytes + unit.state_bytes for unit in w.units)
+        ) + sum(u.state_bytes + (0 if u.master_bytes else u.compute_bytes) for u in w.units)
         seconds = [op.seconds for op in w.ops]
         self._units(hw, seconds)
         scale = self.static_bytes if budget_bytes is None else budget_bytes
@@ -140,7 +140,7 @@ class StepProgram:
         for unit in self.workload.units:
             if unit.trainable:
                 at = emits[unit.name]
-                moved = unit.device_update_bytes
+                moved = unit.device_update_bytes(copy=not unit.master_bytes)
                 seconds[at] += moved / hw.device_bytes_per_s
                 self.reads[at] = list(dict.fromkeys([*self.reads[at], *unit.gradients]))
                 self.updates.append((at, unit))

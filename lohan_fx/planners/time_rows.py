@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import LATE, WAITING, WHOLE, Schedule
@@ -58,6 +59,15 @@ class Row:
     base: float
     residual: Table
     unit: Table
+
+
+def _sum(*tables: Table) -> dict[str, Floats]:
+    """What several tables say, added."""
+    found: dict[str, Floats] = {}
+    for table in tables:
+        for option, seconds in table.items():
+            found[option] = found[option] + seconds if option in found else seconds
+    return found
 
 
 class _Rates:
@@ -117,8 +127,12 @@ class TimeRows:
         states_only = trained * [float(u.update_write_bytes - u.compute_bytes) for u in units]
         # by where the compute copy is: with the states, or in host memory
         self.state_write = {"ssd": written, "ssd-copy": states_only}
-        updated = trained * [float(u.device_update_bytes) for u in units]
-        self.update_s = updated * self.rate.device
+        # by whether the compute copy is kept
+        self.update_s, self.bare_update_s = (
+            trained * [u.device_update_bytes(copy=copy) * self.rate.device for u in units]
+            for copy in (True, False)
+        )
+        self.cast_s = np.array([u.cast_bytes * self.rate.device for u in units])
         self.direct = self._direct_bytes()
 
     def __iter__(self) -> Iterator[Row]:
@@ -187,10 +201,8 @@ class TimeRows:
     def _forward(self) -> Iterator[Row]:
         n, rate = self.turn, self.rate
         read_s = self.direct[0] * rate.h2d
-        in_place = {"direct": read_s, "reload": read_s}
-        yield Row(
-            resource="gpu", stages=FORWARD, base=self.device_s(0, n), residual={}, unit=in_place
-        )
+        own = {"direct": read_s, "reload": read_s, **self._casts(0, n - 1)}
+        yield Row(resource="gpu", stages=FORWARD, base=self.device_s(0, n), residual={}, unit=own)
         for c in self.windows.forward:
             leaving = np.where(self.made >= c, self.size * rate.d2h, 0.0)
             yield Row(
@@ -219,10 +231,21 @@ class TimeRows:
     def _cuts(self) -> list[int]:
         return sorted({self.turn, *self.windows.backward, max(self.turn, self.end - 1)})
 
-    @property
-    def _updates(self) -> Floats:
-        """Seconds of updates on the device that are part of backward."""
-        return self.update_s if self.schedule not in WHOLE else np.zeros_like(self.update_s)
+    def _casts(self, first: int, last: int) -> dict[str, Floats]:
+        """Seconds of casts for runs that begin in [first, last]."""
+        times = [sum(first <= a <= last for a, _ in runs) for runs in self.runs]
+        seconds = self.cast_s * np.array(times, dtype=np.float64)
+        return {"cast": seconds, "cast-parked": seconds}
+
+    def _updates(self, which: npt.NDArray[np.bool_] | bool = True) -> dict[str, Floats]:
+        """Seconds of updates on the device, of the units in `which`, that are part of backward."""
+        if self.schedule in WHOLE:
+            return {}
+        zero = np.zeros_like(self.update_s)
+        return {
+            "device": np.where(which, self.update_s, zero),
+            "cast": np.where(which, self.bare_update_s, zero),
+        }
 
     def _backward_loads(self) -> Iterator[Row]:
         n, end, rate = self.turn, self.end, self.rate
@@ -231,14 +254,14 @@ class TimeRows:
             stages=BACKWARD,
             base=self.device_s(n, end),
             residual={"recompute": self.again},
-            unit={"device": self._updates, "direct": self.direct[1] * rate.h2d},
+            unit=_sum(self._updates(), self._casts(n, end), {"direct": self.direct[1] * rate.h2d}),
         )
         if n >= end:
             return
         for c in self._cuts():
             back = np.where(self.back <= c, self.size, 0.0)
             rest = self.device_s(c, end)
-            later = {"device": np.where(self.emit >= c, self._updates, 0.0)}
+            later = self._updates(self.emit >= c)
             yield Row(
                 resource="h2d",
                 stages=BACKWARD,
@@ -263,7 +286,7 @@ class TimeRows:
             residual=self._swapped(self.size * rate.duplex),
             unit={
                 **{o: grads[o] + fetched.get(o, 0.0) for o in grads},
-                "parked": self.gradient * rate.duplex,
+                **dict.fromkeys(("parked", "cast-parked"), self.gradient * rate.duplex),
             },
         )
 
@@ -276,7 +299,7 @@ class TimeRows:
             before = self.device_s(n, c + 1)
             remade = {"recompute": np.where(self.back <= c, self.again, 0.0)}
             late = (self.emit >= c).astype(np.float64)
-            earlier = {"device": np.where(self.emit < c, self._updates, 0.0)}
+            earlier = self._updates(self.emit < c)
             grads = self._moved(late * self.gradient * rate.d2h)
             if self.schedule in LATE:  # the next forward may hide all of this
                 continue
@@ -311,7 +334,12 @@ class TimeRows:
             yield Row(resource="cpu", stages=OPTIMIZER, base=0.0, residual={}, unit=chain)
         if self.schedule in WHOLE:
             read_s = self.gradient * rate.h2d  # over the link, by the update
-            chain = {"device": self.update_s, "parked": self.update_s + read_s}
+            chain = {
+                "device": self.update_s,
+                "cast": self.bare_update_s,
+                "parked": self.update_s + read_s,
+                "cast-parked": self.bare_update_s + read_s,
+            }
             yield Row(resource="gpu", stages=OPTIMIZER, base=0.0, residual={}, unit=chain)
 
     def _ssd_totals(self) -> Iterable[Row]:

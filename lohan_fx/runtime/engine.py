@@ -25,6 +25,7 @@ from lohan_fx.runtime.lanes import Lanes, storage_of
 from lohan_fx.runtime.recording import Label, Stamp
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates
+from lohan_fx.runtime.unit_states import UnitStates
 from lohan_fx.runtime.updates import Updater
 from lohan_fx.workload import Workload
 
@@ -273,6 +274,9 @@ class Engine:
         flats = states.flats
         assert flats is not None
         label = self.lanes.label("fetch_unit", window_storage(states.unit.name, window))
+        if states.casts:
+            flat, self._fetches[self.place, unit] = self._cast(states, label)
+            return flat
         flat = torch.empty_like(flats.compute, device=self.lanes.device)
         after = self.updater.fresh(unit) if self.updater is not None else None
         if not states.copy_on_ssd:
@@ -294,6 +298,14 @@ class Engine:
         self._fetches[self.place, unit] = ticket
         self._copies_units = True
         return flat
+
+    def _cast(self, states: UnitStates, label: Label) -> tuple[Tensor, Ticket]:
+        """A compute copy made by compute itself, in order with updates and with what reads it."""
+        began = self._pause()
+        flat, there = states.cast(), Ticket()
+        there.finish()
+        self._resume(began, label, waits=False)
+        return flat, there
 
     def wait_unit(self, flat: Tensor, unit: int, window: int) -> list[Tensor]:
         states = self.states.units[unit]
@@ -351,17 +363,19 @@ class Engine:
             return recorder.end_compute(self.lanes.stream)
         return None if self.lanes.device.type == "cuda" else time.perf_counter()
 
-    def _resume(self, began: Stamp | None, stall: Label | None = None) -> None:
-        """Compute goes on; `stall` labels the time since `began` as waiting."""
+    def _resume(
+        self, began: Stamp | None, label: Label | None = None, *, waits: bool = True
+    ) -> None:
+        """Compute goes on; `label` names the time since `began`, as waiting or as work."""
         if began is None:
             return
-        if stall is not None and isinstance(began, float):
+        if label is not None and waits and isinstance(began, float):
             self.lanes.exposed_s += time.perf_counter() - began
         recorder = self.lanes.recorder
         if recorder is not None:
             now = recorder.mark(self.lanes.stream)
-            if stall is not None:
-                recorder.add("gpu", stall, began, now)
+            if label is not None:
+                recorder.add("gpu", label, began, now)
             recorder.begin_compute(now)
 
     # -- one step ---------------------------------------------------------------------------

@@ -84,8 +84,9 @@ class Lent:
 class Flats:
     """The buffers of one unit somewhere: at rest, or in a staging buffer during its update.
 
-    `gradient` is where gradients add up, in the master's dtype; None if they do not. `shown` is
-    what parameters have been given of these flats, `lent` what the optimizer has, by state.
+    `compute` is the master where that is its own copy, or no copy is kept. `gradient` is where
+    gradients add up, in the master's dtype; None if they do not. `shown` is what parameters have
+    been given of these flats, `lent` what the optimizer has, by state.
     """
 
     compute: Tensor
@@ -101,10 +102,11 @@ class Flats:
         return [self.compute] if self.master is self.compute else [self.compute, self.master]
 
     def copy_from(self, other: Flats) -> None:
-        """Copy all of another's flats but the one in which gradients add up."""
-        self.compute.copy_(other.compute)
-        if self.master is not self.compute:
-            self.master.copy_(other.master)
+        """Copy all of another's flats but the one in which gradients add up; cast a compute copy
+        that the other does not keep."""
+        self.master.copy_(other.master)
+        if self.compute is not self.master:
+            self.compute.copy_(other.compute)
         for name, flat in self.moments.items():
             flat.copy_(other.moments[name])
 

@@ -65,6 +65,7 @@ class ModelStates:
         file: the SSD file that holds the SSD units.
         source: gives units with parameters on the meta device their values.
         copies: SSD units whose compute copies are in the slab.
+        casts: units on the device that keep no compute copy.
 
     Attributes:
         units: the states of each, in the order of `units`.
@@ -88,6 +89,7 @@ class ModelStates:
         file: StripedFile | None,
         source: Source | None = None,
         copies: Collection[str] = (),
+        casts: Collection[str] = (),
     ) -> None:
         self.device = device
         self.generation = 0
@@ -117,6 +119,7 @@ class ModelStates:
                 tier=tiers[unit.name],
                 mixed=layout.trains and state_layout.compute_dtype is not None,
                 moment_names=(),
+                casts=unit.name in casts,
                 parameters=parameters,
                 positions=[places[s.name] for s in layout.slices],
                 sums=[False] * len(parameters),
@@ -127,7 +130,7 @@ class ModelStates:
                 )
                 states.moment_names = states.optimizer.state_names()
             if states.tier == "device":
-                flats = states.allocate(device)
+                flats = states.allocate(device, casts=states.casts)
             elif states.tier == "host":
                 flats = states.carve(in_slab(states.num_bytes))
             else:
@@ -138,9 +141,8 @@ class ModelStates:
                 states.offset = ssd_offset
                 ssd_offset += states.num_bytes
             states.flats = flats
-            dtype = parameters[0].dtype
             states.visible = next(
-                (f for f in (flats.master, flats.compute) if f.dtype == dtype), None
+                (f for f in (flats.master, flats.compute) if f.dtype == layout.shown_dtype), None
             )
             self.units.append(states)
         self.parameter_ids = frozenset(id(p) for s in self.units for p in s.parameters)
@@ -161,6 +163,11 @@ class ModelStates:
     def copies(self) -> frozenset[str]:
         """SSD units whose compute copies are in host memory."""
         return frozenset(s.unit.name for s in self.units if s.host_copy is not None)
+
+    @property
+    def casts(self) -> frozenset[str]:
+        """Units on the device that keep no compute copy."""
+        return frozenset(s.unit.name for s in self.units if s.casts)
 
     def _take_over(
         self,
@@ -250,15 +257,20 @@ class ModelStates:
         if any(states.on_ssd for states, _ in written):
             self.flush()
 
-    def move(self, states: UnitStates, arena: Arena | None) -> None:
-        """Move a unit between device and host, between two steps: to `arena`, or the device.
+    def move(self, states: UnitStates, arena: Arena | None, *, casts: bool = False) -> None:
+        """Move a unit between device and host, between two steps: to `arena`, or the device, where
+        it keeps no compute copy if it `casts`. (A unit that is there may change that.)
 
         The parameters become views of where it is then. If there is no room, nothing has changed.
         The copies have ended when it returns. Old host memory goes with its slab, when all is
         closed; old device memory at once, unless user code looks into it.
         """
+        if arena is None and states.tier == "device":
+            states.keep_copy(not casts)
+            self._resident.clear()
+            return
         if arena is None:
-            flats = states.allocate(self.device)
+            flats = states.allocate(self.device, casts=casts)
         else:
             flats = states.carve(arena.view(0, states.num_bytes))
             arena.register(0, states.num_bytes)
@@ -269,11 +281,11 @@ class ModelStates:
             flats.gradient.copy_(old.gradient)
         gradients = self.gradients.detach(states)
         if states.visible is not None:
-            states.visible = flats.compute if states.visible is old.compute else flats.master
+            states.visible = flats.master if states.visible is old.master else flats.compute
         states.flats, states.direct = flats, None
         self._resident.clear()
         states.spare, states.away = None, False
-        states.tier = "device" if arena is None else "host"
+        states.tier, states.casts = ("host", False) if arena is not None else ("device", casts)
         states.expose()
         self.gradients.attach(states, gradients)
         # the old memory stays as it is: a state_dict() that somebody holds may look into it
@@ -398,13 +410,13 @@ class ModelStates:
                 yield from zip((s.name for s in states.layout.slices), views, strict=True)
 
     def resident_view(self, name: str) -> Tensor:
-        """What the graph reads of a parameter, of a unit in the device tier.
+        """What the graph reads of a parameter, of a unit in the device tier that keeps a copy.
 
         Callers must not keep it past a step: the unit may move, and its memory has to go then.
         """
         if not self._resident:
             for states in self.units:
-                if states.tier == "device" and states.flats is not None:
+                if states.tier == "device" and not states.casts and states.flats is not None:
                     views = views_of(states.flats.compute, states.layout.slices)
                     names = (s.name for s in states.layout.slices)
                     self._resident.update(zip(names, views, strict=True))

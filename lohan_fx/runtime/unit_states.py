@@ -34,6 +34,7 @@ class UnitStates:
     of gradients have no second flat). `away`: the two have traded places, an odd number of times.
     `parked`: an SSD unit that is in host memory, because its file could not be written.
     `host_copy`: the compute copy of an SSD unit whose file holds all but that (None: all of it).
+    `casts`: a unit on the device that keeps no compute copy.
     Offsets and sizes below are of what lies together, so without it.
     """
 
@@ -51,6 +52,7 @@ class UnitStates:
     away: bool = False
     offset: int = -1
     host_copy: Tensor | None = None
+    casts: bool = False
     visible: Tensor | None = None
     direct: Tensor | None = None
     parked: bool = False
@@ -130,23 +132,28 @@ class UnitStates:
 
         return self._flats(compute, take, sums=sums)
 
-    def allocate(self, device: torch.device) -> Flats:
+    def allocate(self, device: torch.device, *, casts: bool) -> Flats:
         """Have the unit's flats on the device, zeroed, each in memory of its own: when the model is
         closed, weights stay that the module has, and nothing else of the unit with them."""
         layout = self.layout
-        num_copied = self.unit.compute_bytes // layout.copy_dtype.itemsize
-        compute = torch.zeros(num_copied, dtype=layout.copy_dtype, device=device)
 
         def take() -> Tensor:
             return torch.zeros(layout.numel, dtype=layout.dtype, device=device)
 
+        compute = None if casts else self.new_copy(device).zero_()
         return self._flats(compute, take, sums=True)
 
-    def _flats(self, compute: Tensor, take: Callable[[], Tensor], *, sums: bool) -> Flats:
-        master = take() if self.mixed else compute
+    def new_copy(self, device: torch.device) -> Tensor:
+        """Memory for a compute copy of the unit."""
+        dtype = self.layout.copy_dtype
+        return torch.empty(self.unit.compute_bytes // dtype.itemsize, dtype=dtype, device=device)
+
+    def _flats(self, compute: Tensor | None, take: Callable[[], Tensor], *, sums: bool) -> Flats:
+        master = take() if self.mixed or compute is None else compute
         moments = {name: take() for name in self.moment_names} if self.layout.trains else {}
         gradient = take() if sums and self.unit.accumulator_bytes else None
-        return Flats(compute=compute, master=master, moments=moments, gradient=gradient)
+        copy = master if compute is None else compute
+        return Flats(compute=copy, master=master, moments=moments, gradient=gradient)
 
     # -- what users see -------------------------------------------------------------------------
 
@@ -211,6 +218,20 @@ class UnitStates:
                     if differs:
                         view.copy_(p)
         self.expose()
+
+    def cast(self) -> Tensor:
+        """A compute copy, cast from the master where that is."""
+        assert self.flats is not None
+        master = self.flats.master
+        return self.new_copy(master.device).copy_(master)
+
+    def keep_copy(self, keep: bool) -> None:
+        """Have a compute copy of a unit on the device from now on, or none. Nothing reads it. If
+        there is no room, nothing has changed."""
+        flats = self.flats
+        assert flats is not None
+        flats.compute = self.cast() if keep else flats.master
+        self.casts = not keep
 
     def reachable(self, device: torch.device) -> Tensor:
         """A host unit's compute copy as a tensor of the compute device, without a copy."""

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from torch import Tensor
+
 from lohan_fx.runtime.clipping import Norms
 from lohan_fx.runtime.flats import Flats, views_of
 from lohan_fx.runtime.lanes import Lanes
@@ -98,7 +100,9 @@ class UnitUpdates:
         assert optimizer is not None
         step: Callable[..., Squares | None] = optimizer.step
         if states.mixed:
-            step = partial(optimizer.step_mixed, compute=views_of(flats.compute, slices))
+            none: list[Tensor | None] = [None] * len(slices)
+            copies = none if states.casts else views_of(flats.compute, slices)
+            step = partial(optimizer.step_mixed, compute=copies)
         return step(
             views_of(flats.master, slices),
             given.gradients,

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from lohan_fx.errors import HardwareError
 from lohan_fx.events import Clock, Process, Signal
-from lohan_fx.footprint import align, host_bytes_needed, parked_gradients, ssd_bytes_needed
+from lohan_fx.footprint import (
+    align,
+    cast_units,
+    host_bytes_needed,
+    parked_gradients,
+    ssd_bytes_needed,
+)
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import LATE, WHOLE, Plan
 from lohan_fx.program import (
@@ -104,6 +110,7 @@ class _Step:
         )
         self.warm = warm_start
         self.parked = parked_gradients(plan)
+        self.casts = cast_units(plan)
         self.updates = Updates(self.clock, self.record, hw, self.transfers, workload, plan)
         self.time = 0.0
         self.done = False
@@ -270,7 +277,10 @@ class _Step:
     def _fetch_unit(self, x: Instruction) -> Process:
         label = self._label(x, "fetch_unit")
         after = self.updates.fresh(self._unit_of[x.name])
-        if x.tier == "host":
+        if x.tier == "device":
+            self._work(self._unit_of[x.name].cast_bytes / self.hw.device_bytes_per_s, label)
+            self._fetches[x.name] = Signal(done=True)
+        elif x.tier == "host":
             self._fetches[x.name] = self.transfers.copy("h2d", x.num_bytes, label, after)
         else:
             self._fetches[x.name] = self.transfers.from_ssd(x.num_bytes, label, after)
@@ -326,7 +336,8 @@ class _Step:
                 yield self.transfers.link("h2d", unit.gradient_bytes, label, by_compute=True)
                 self._work(self.clock.now - self.time, label)
             label = Label(unit.name, "update", phase, unit.block)
-            self._work(unit.device_update_bytes / self.hw.device_bytes_per_s, label)
+            moved = unit.device_update_bytes(copy=unit.name not in self.casts)
+            self._work(moved / self.hw.device_bytes_per_s, label)
         self._held.clear()
 
     def _join(self) -> Process:
