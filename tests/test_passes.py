@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from lohan_fx.annotate import annotate, is_view
 from lohan_fx.capture import capture
 from lohan_fx.errors import PlanError, VerificationError
+from lohan_fx.footprint import cast_units
 from lohan_fx.passes import PassManager, Rewrite, pipeline
 from lohan_fx.passes.direct_access import DirectAccess
 from lohan_fx.passes.emit_gradients import EmitGradients
@@ -93,6 +94,13 @@ def two() -> Step:
     return step_of(Two(), {"x": torch.zeros(6, 8)}, "two")
 
 
+@cache
+def mixed_two() -> Step:
+    """In bfloat16, with masters."""
+    states = dataclasses.replace(STATES, compute_dtype=torch.bfloat16)
+    return step_of(Two(), {"x": torch.zeros(6, 8)}, "two", states)
+
+
 KEEP = Plan(
     strategy="by-hand",
     workload="two",
@@ -114,6 +122,7 @@ HOST = UnitPlan(
     release_gradients_after="tanh_backward",
 )
 DIRECT = dataclasses.replace(HOST, windows=(), access="direct")
+CAST = dataclasses.replace(HOST, tier="device", casts=True, release_gradients_after=None)
 WRITTEN = dataclasses.replace(HOST, gradients="direct", release_gradients_after=None)
 
 
@@ -131,16 +140,19 @@ CASES = {
     "offload": (swapping(SWAP), (Normalize(), Offload())),
     "prefetch": (swapping(SWAP), (Normalize(), Offload(), Prefetch())),
     "parameters": (placing(HOST), (Normalize(), Parameters())),
+    "cast": (placing(CAST), (Normalize(), Parameters())),
     "direct_access": (placing(DIRECT), (Normalize(), Parameters(), DirectAccess())),
     "emit_gradients": (placing(HOST), (Normalize(), EmitGradients())),
     "write_gradient": (placing(WRITTEN), (Normalize(), EmitGradients())),
 }
 
+STEPS = {"cast": mixed_two}
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_printed_graph(name: str, request: pytest.FixtureRequest) -> None:
     plan, passes = CASES[name]
-    lines = list(program_lines(run(two().rewrite(plan), *passes)))
+    lines = list(program_lines(run(STEPS.get(name, two)().rewrite(plan), *passes)))
     assert len(lines) <= 25
     path = GOLDEN / f"{name}.txt"
     text = "\n".join(lines) + "\n"
@@ -151,8 +163,24 @@ def test_printed_graph(name: str, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_hand_made_plans_run(name: str) -> None:
-    runner = Runner(two())
+    runner = Runner(STEPS.get(name, two)())
     assert_same(runner.rewritten(CASES[name][0])[0], runner.plain())
+
+
+def test_random_casts() -> None:
+    """The plan's program, its numbers, and its memory: without the copies."""
+    made = mixed_two()
+    runner = Runner(made)
+    counts, static = set(), set()
+    for seed in range(8):
+        plan = RandomPolicy(seed)(made.workload, HW, BUDGET, PlannerOptions(states="device"))
+        casts = cast_units(plan)
+        copies = sum(made.workload.unit_by_name[u].compute_bytes for u in casts)
+        counts.add(len(casts))
+        static.add(lower(made.workload, plan).static_bytes + copies)
+        check_plan(runner, plan)
+    assert counts == {0, 1, 2}
+    assert len(static) == 1
 
 
 def test_a_pass_leaves_the_capture_alone() -> None:
