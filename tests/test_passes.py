@@ -35,10 +35,11 @@ from lohan_fx.planners.random_policy import RandomPolicy
 from lohan_fx.printing import program_lines
 from lohan_fx.program import lower
 from tests.captured import BUDGET, HW, STATES, Step, step, step_of
-from tests.models import EXAMPLES
+from tests.models import EXAMPLES, make
 from tests.poison import Runner, assert_same
 
 GOLDEN = Path(__file__).parent / "golden" / "passes"
+MIXED = dataclasses.replace(STATES, compute_dtype=torch.bfloat16)
 SMALL = [name for name in EXAMPLES if name not in ("gpt2", "llama", "bert", "t5", "resnet")]
 
 
@@ -97,8 +98,7 @@ def two() -> Step:
 @cache
 def mixed_two() -> Step:
     """In bfloat16, with masters."""
-    states = dataclasses.replace(STATES, compute_dtype=torch.bfloat16)
-    return step_of(Two(), {"x": torch.zeros(6, 8)}, "two", states)
+    return step_of(Two(), {"x": torch.zeros(6, 8)}, "two", MIXED)
 
 
 KEEP = Plan(
@@ -167,9 +167,10 @@ def test_hand_made_plans_run(name: str) -> None:
     assert_same(runner.rewritten(CASES[name][0])[0], runner.plain())
 
 
-def test_random_casts() -> None:
+@pytest.mark.parametrize("name", ["two", "tied", "shared"])
+def test_random_casts(name: str) -> None:
     """The plan's program, its numbers, and its memory: without the copies."""
-    made = mixed_two()
+    made = mixed_two() if name == "two" else step_of(*make(name), name, MIXED)
     runner = Runner(made)
     counts, static = set(), set()
     for seed in range(8):
@@ -179,7 +180,7 @@ def test_random_casts() -> None:
         counts.add(len(casts))
         static.add(lower(made.workload, plan).static_bytes + copies)
         check_plan(runner, plan)
-    assert counts == {0, 1, 2}
+    assert len(counts) > 2
     assert len(static) == 1
 
 
