@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import lohan_fx.compiled.allocation
 import lohan_fx.compiled.replanning
+from lohan_fx._compat import FakeTensorMode
 from lohan_fx.api import LohanModule
 from lohan_fx.errors import PlanError
 from lohan_fx.footprint import cast_units, may_cast, tiers_of
@@ -28,8 +29,12 @@ from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners import Planner, PlannerOptions, make_plan
 from lohan_fx.planners.random_policy import RandomPolicy
 from lohan_fx.program import lower
+from lohan_fx.runtime import chunked_update
+from lohan_fx.runtime.native import adam_cuda
+from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.unit_states import UnitStates
+from lohan_fx.runtime.update_values import Updated
 from lohan_fx.simulate import simulate
 from lohan_fx.workload import Workload
 from tests import checkpoints
@@ -879,3 +884,30 @@ def test_measured_steps_may_change_which_units_have_copies(
     for each in (run, kept):
         each.close()
     assert_same_run(run, kept)
+
+
+# -- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_our_kernel_updates_units_on_a_gpu(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a copy or without, as plans count on: torch's own wants gradients in float32 beside
+    these, and rounds differently. (Nothing runs: there need be no GPU.)"""
+    by_torch: list[bool] = []
+
+    def update(*_: Any, **__: Any) -> Updated:
+        by_torch.append(True)
+        return Updated({}, {})
+
+    monkeypatch.setattr(adam_cuda, "expected", lambda: True)
+    monkeypatch.setattr(chunked_update, "update", update)
+    p = nn.Parameter(torch.zeros(4096))
+    with FakeTensorMode():
+        unit = UnitOptimizer(torch.optim.AdamW([p], fused=True), [p])
+        master = torch.zeros(4096, device="cuda")
+        gradient = torch.zeros(4096, device="cuda", dtype=torch.bfloat16)
+        state = [{name: torch.zeros_like(master) for name in unit.state_names()}]
+        unit.step_mixed([master], [gradient], state, [gradient.clone() if copied else None])
+        assert not by_torch
+        unit.step([master], [gradient.float()], state)
+        assert by_torch
