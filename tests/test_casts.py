@@ -642,7 +642,10 @@ def casting(plan: Plan, name: str) -> Plan:
 
 
 @pytest.mark.parametrize("why", ["bfloat16", "float32", "host", "frozen"])
-def test_a_plan_with_casts_that_cannot_be_is_refused(why: str, hw: HardwareProfile) -> None:
+def test_a_plan_with_casts_that_cannot_be_is_refused(
+    why: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember_captures(monkeypatch, "casts, frozen" if why == "frozen" else "casts, mlp")
     dtype = None if why == "float32" else "bf16"
 
     def build() -> tuple[LohanModule, dict[str, Any], Callable[[Plan], LohanModule]]:
@@ -666,7 +669,10 @@ def test_a_plan_with_casts_that_cannot_be_is_refused(why: str, hw: HardwareProfi
 
 
 @pytest.mark.parametrize("windows", ["none", "first", "out of order"])
-def test_casts_must_be_there_where_they_are_read(windows: str, hw: HardwareProfile) -> None:
+def test_casts_must_be_there_where_they_are_read(
+    windows: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember_captures(monkeypatch, "casts, mlp")
     first = Run(hw, Casts(), "mlp")
     program = first.model.lohan.prepare(**first.inputs)
     first.close()
