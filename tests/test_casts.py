@@ -104,7 +104,7 @@ def assert_in_memory(model: LohanModule, casts: Collection[str]) -> None:
             continue
         assert flats.master.dtype == torch.float32
         assert (flats.compute is flats.master) == states.casts
-        assert states.casts or flats.compute.dtype == torch.bfloat16
+        assert states.casts or flats.compute.dtype == states.layout.copy_dtype != torch.float32
         assert states.visible is flats.master
         for s, p in zip(states.layout.slices, states.parameters, strict=True):
             assert p.dtype == torch.float32
@@ -276,6 +276,35 @@ def test_architectures(
     check(name, hw, monkeypatch, strategy, schedule=schedule)
 
 
+def test_halves(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    check("tied", hw, monkeypatch, HARD[0], schedule="overlapped", dtype="fp16")
+
+
+def together(name: str) -> Loop:
+    """Two forwards at once, whose backwards begin with the first."""
+
+    def loop(made: LohanModule, training: Training, inputs: dict[str, Any]) -> list[Tensor]:
+        noted: list[Tensor] = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            losses = [loss_of(name, made(**inputs)) for _ in range(2)]
+            for loss in losses:
+                loss.backward()
+            training.step()
+            noted += [loss.detach() for loss in losses]
+        return noted
+
+    return loop
+
+
+@pytest.mark.parametrize("schedule", ["optimized", "deferred"])
+def test_forwards_that_wait(
+    schedule: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"forwards": 2, "accumulate": 2}
+    check("tied", hw, monkeypatch, RANDOM[0], together, schedule=schedule, **options)
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("schedule", ["overlapped", "speculative"])
 def test_other_optimizers(
@@ -395,19 +424,22 @@ def mutate(run: Run) -> None:
                 p.data = p.detach() + 0.01
 
 
+def a_weight(run: Run) -> Tensor:
+    return run.plain.get_parameter("layers.0.linear.weight")
+
+
 def one_row(run: Run) -> None:
     with torch.no_grad():
-        run.plain.get_submodule("layers.0.linear").weight[1] = 0.5  # type: ignore[index]
+        a_weight(run)[1] = 0.5
 
 
 def one_row_of_data(run: Run) -> None:
     """Where nobody counts."""
-    run.plain.get_submodule("layers.0.linear").weight.data[1] = 0.5  # type: ignore[index, union-attr]
+    a_weight(run).data[1] = 0.5
 
 
-SEEN = {one_row_of_data: one_row}
-"""What to do instead where there is a copy, which nobody takes over what stands in a master to
-where nobody counts."""
+SEEN: dict[Any, Callable[[Run], None]] = {one_row_of_data: one_row}
+"""What to do instead where there is a copy: it is not made anew of what nobody has counted."""
 
 
 @pytest.mark.usefixtures("traced")
@@ -457,6 +489,31 @@ def test_checkpoints(saver: int, loader: int, tmp_path: Path) -> None:
         plain.close()
 
 
+@pytest.mark.parametrize("ran", [False, True], ids=["new", "ran"])
+def test_masters_that_a_checkpoint_has_beside_its_weights(ran: bool, tmp_path: Path) -> None:
+    """The run that saved it is in bfloat16; this one shows the masters."""
+    options: dict[str, Any] = {"dtype": "bf16", "schedule": "serial", "buffers": False}
+    saving = checkpoints.started(
+        tmp_path / "saving", strategy=Casts(), parameters=torch.bfloat16, **options
+    )
+    saving.train(2)
+    saving.save(tmp_path / "saved")
+    saving.close()
+    found = []
+    for strategy in (Casts(), KEPT):
+        run = checkpoints.started(tmp_path / "run", seed=1, strategy=strategy, **options)
+        if ran:
+            run.train(1)
+        run.load(tmp_path / "saved")
+        torch.manual_seed(3)
+        found.append((run.train(2), checkpoints.state_of(run)))
+        assert bool(cast_units(run.model.plan)) == bool(strategy.every)
+        run.close()
+    (losses, state), (wanted, its) = found
+    assert losses == wanted
+    checkpoints.assert_same(state, its)
+
+
 @pytest.mark.parametrize("strategy", [Casts(1), Casts(2)], ids=["all", "every second"])
 def test_models_on_meta(strategy: Casts, hw: HardwareProfile) -> None:
     weights = {k: v.clone() for k, v in make("mlp")[0].named_parameters()}
@@ -474,6 +531,39 @@ def test_models_on_meta(strategy: Casts, hw: HardwareProfile) -> None:
         made.lohan.close()
         found.append([t for s in snapshots for t in (s.loss, *s.tensors.values())])
     assert_equal(*found)
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("schedule", ["optimized", "serial"])
+def test_a_cast_that_gets_no_memory(
+    schedule: str, phase: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step fails, and may be run again; with a schedule that updates units in backward, if none
+    has been by then."""
+    run, kept = (Run(hw, s, schedule=schedule) for s in (Casts(), KEPT))
+    assert_equal(run.steps(0, 1), kept.steps(0, 1))
+    windows = [len(u.windows) for u in run.model.plan.units.values()]
+    num_forward = sum(
+        x.kind == "fetch_unit" and x.phase == "forward"
+        for x in run.model.lohan.program().instructions.instructions
+    )
+    assert 0 < num_forward < sum(windows)
+    calls, plain = itertools.count(1), UnitStates.cast
+
+    def refusing(self: UnitStates) -> Tensor:
+        if next(calls) == (2 if phase == "forward" else num_forward + 1):
+            raise torch.OutOfMemoryError("no room here")
+        return plain(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnitStates, "cast", refusing)
+        with pytest.raises(torch.OutOfMemoryError):
+            loss_of("tied", run.model(**run.inputs)).backward()
+    assert_equal(run.steps(1, 3), kept.steps(1, 3))
+    for each in (run, kept):
+        each.close()
+    assert_same_run(run, kept)
 
 
 # -- other programs of the model -----------------------------------------------------------------
