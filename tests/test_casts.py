@@ -777,6 +777,20 @@ def test_casts_must_be_there_where_they_are_read(
         lower(program.workload, replace(program.plan, units=units))
 
 
+@pytest.mark.usefixtures("traced")
+def test_windows_of_a_unit_that_keeps_its_copy_are_left_alone(hw: HardwareProfile) -> None:
+    """Somebody has only said of a plan that it casts no more."""
+    first = Run(hw, Casts(), schedule="overlapped")
+    plan = first.model.lohan.prepare(**first.inputs).plan
+    first.close()
+    units = {name: replace(unit, casts=False) for name, unit in plan.units.items()}
+    run, kept = Run(hw, plan=replace(plan, units=units)), Run(hw, schedule="overlapped")
+    assert_equal(run.steps(0, 2), kept.steps(0, 2))
+    assert_in_memory(run.model, set())
+    for each in (run, kept):
+        each.close()
+
+
 # -- moving --------------------------------------------------------------------------------------
 
 PLACES: dict[str, tuple[Tier, bool]] = {
