@@ -56,12 +56,14 @@ class Step:
         return finish(self.workload, HW, BUDGET, PlannerOptions(**options), choices, "test")
 
 
-def step_of(model: nn.Module, kwargs: Mapping[str, Any], name: str) -> Step:
+def step_of(
+    model: nn.Module, kwargs: Mapping[str, Any], name: str, states: StateLayout = STATES
+) -> Step:
     """Capture and annotate one step; all parameters that need a gradient train."""
-    captured = capture(model, (), kwargs)
+    captured = capture(model, (), kwargs, dtype=states.compute_dtype)
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
-    layouts = unit_layouts(model, trained, STATES)
-    workload = annotate(captured, model, layouts, STATES, HW, name=name)
+    layouts = unit_layouts(model, trained, states)
+    workload = annotate(captured, model, layouts, states, HW, name=name)
     return Step(model=model, kwargs=kwargs, captured=captured, layouts=layouts, workload=workload)
 
 

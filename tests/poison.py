@@ -115,12 +115,14 @@ def assert_same(have: Outcome, want: Outcome) -> None:
 
 
 class Runner:
-    """Inputs of one step, the same at every run."""
+    """Inputs of one step, the same at every run; those with a fraction in its compute dtype."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
         model = step.model
-        self.parameters = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+        self.parameters = {
+            n: self._cast(p.detach()) for n, p in model.named_parameters(remove_duplicate=False)
+        }
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
         self.inputs = pytree.tree_leaves(((), dict(step.kwargs)))
         self.tangents: dict[int, Tensor] = {}
@@ -128,7 +130,12 @@ class Runner:
             if node.meta["role"].kind == "tangent":
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(3)
-                    self.tangents[node.meta["role"].index] = torch.rand(node.meta["val"].shape)
+                    tangent = self._cast(torch.rand(node.meta["val"].shape))
+                self.tangents[node.meta["role"].index] = tangent
+
+    def _cast(self, x: Tensor) -> Tensor:
+        dtype = self.step.captured.compute_dtype
+        return x.to(dtype) if dtype is not None and x.is_floating_point() else x
 
     def argument(self, role: Any) -> Any:
         if role.kind == "parameter":
@@ -138,7 +145,7 @@ class Runner:
         if role.kind == "tangent":
             return self.tangents[role.index].clone()
         value = self.inputs[role.index]
-        return value.detach().clone() if isinstance(value, Tensor) else value
+        return self._cast(value.detach()).clone() if isinstance(value, Tensor) else value
 
     def plain(self) -> Outcome:
         """The captured graph, not rewritten."""

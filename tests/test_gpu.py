@@ -20,10 +20,12 @@ from torch import nn
 
 import lohan_fx
 from lohan_fx.api import LohanModule
+from lohan_fx.footprint import cast_units
 from lohan_fx.planners import names
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.update_values import Clip
 from tests.models import loss_of, make
+from tests.test_casts import Casts
 from tests.training import (
     NUM_STEPS,
     Snapshot,
@@ -297,15 +299,22 @@ def test_resident_mixed_updates_are_torchs_to_rounding(cls: Any, maximize: bool)
     params = [nn.Parameter(torch.randn(n, device="cuda")) for n in sizes]
     masters = [p.detach().clone() for p in params]
     copies = [torch.empty_like(m, dtype=torch.bfloat16) for m in masters]
+    others = [m.clone() for m in masters]  # which have no copies
     optimizer = cls(params, lr=0.01, weight_decay=0.1, maximize=maximize, fused=True)
     unit = UnitOptimizer(optimizer, params)
-    state = [{n: torch.full_like(m, torch.nan) for n in unit.state_names()} for m in masters]
+    again = UnitOptimizer(optimizer, params)
+    state, its = (
+        [{n: torch.full_like(m, torch.nan) for n in unit.state_names()} for m in masters]
+        for _ in range(2)
+    )
     for _ in range(3):
         grads = [torch.randn_like(m).bfloat16() for m in masters]
         for p, g in zip(params, grads, strict=True):
             p.grad = g.float()
         optimizer.step()
         unit.step_mixed(masters, grads, state, copies)
+        again.step_mixed(others, grads, its, [None] * len(others))
+    assert all(map(torch.equal, others, masters))
     for p, m, c, views in zip(params, masters, copies, state, strict=True):
         torch.testing.assert_close(m, p.detach(), rtol=1e-6, atol=1e-7)
         assert torch.equal(c, m.bfloat16())
@@ -393,6 +402,86 @@ def test_peak_is_the_planned_one(tmp_path: Path) -> None:
         assert abs(planned - peak) <= 0.01 * peak, (strategy, planned, peak)
         del output
         made.lohan.close()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "strategy"), [("overlapped", "swap-all"), ("speculative", "keep-all")]
+)
+def test_steps_of_units_that_cast_are_those_of_units_with_copies(
+    schedule: Any, strategy: str, tmp_path: Path
+) -> None:
+    """To the bit: losses and weights."""
+
+    def run(casts: Casts) -> list[Snapshot]:
+        model = make_model("gpt2")
+        inputs = {k: on_gpu(v) for k, v in make("gpt2")[1].items()}
+        training = training_of("adamw", model)
+        made = lohan_fx.compile(
+            model,
+            hw=cpu_hardware(tmp_path, device_kind="cuda"),
+            optimizer=training.optimizer,
+            strategy=casts,
+            schedule=schedule,
+            dtype="bf16",
+            fused=False,
+        )
+        assert isinstance(made, LohanModule)
+        found = [
+            host_copies(step("gpt2", made, inputs, seed, training.step))
+            for seed in range(NUM_STEPS)
+        ]
+        assert bool(cast_units(made.plan)) == bool(casts.every)
+        made.lohan.close()
+        return found
+
+    for found, wanted in zip(run(Casts(1, strategy)), run(Casts(0)), strict=True):
+        assert_identical(found, wanted)
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "speculative"])
+@pytest.mark.parametrize("every", [0, 1], ids=["copies", "casts"])
+def test_peak_of_resident_units_is_the_planned_one(
+    every: int, schedule: Any, tmp_path: Path
+) -> None:
+    """Requested bytes of a step, states and all, within 1%."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=4, n_embd=512, n_head=8, vocab_size=2048, n_positions=256, use_cache=False,
+        bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+    )  # fmt: skip
+    tokens = torch.randint(0, 2048, (8, 256), device="cuda")
+
+    def run() -> tuple[int, int]:
+        model = GPT2LMHeadModel(config)
+        optimizer = torch.optim.AdamW(model.parameters())
+        made = lohan_fx.compile(
+            model,
+            hw=cpu_hardware(tmp_path, device_kind="cuda"),
+            optimizer=optimizer,
+            strategy=Casts(every, "recompute-all"),
+            schedule=schedule,
+            dtype="bf16",
+            fused=False,
+        )
+        assert isinstance(made, LohanModule)
+        for k in range(3):
+            if k == 2:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            made(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+        assert bool(cast_units(made.plan)) == bool(every)
+        planned = made.lohan.program().memory.peak_bytes
+        made.lohan.close()
+        return peak, planned
+
+    peak, planned = run()
+    gc.collect()
+    peak -= torch.cuda.memory_stats()["requested_bytes.all.current"]  # what others have
+    assert abs(planned - peak) <= 0.01 * peak, (planned, peak)
 
 
 def test_backward_may_begin_with_a_matrix_product(tmp_path: Path) -> None:

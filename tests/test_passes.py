@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from lohan_fx.annotate import annotate, is_view
 from lohan_fx.capture import capture
 from lohan_fx.errors import PlanError, VerificationError
+from lohan_fx.footprint import cast_units
 from lohan_fx.passes import PassManager, Rewrite, pipeline
 from lohan_fx.passes.direct_access import DirectAccess
 from lohan_fx.passes.emit_gradients import EmitGradients
@@ -34,10 +35,11 @@ from lohan_fx.planners.random_policy import RandomPolicy
 from lohan_fx.printing import program_lines
 from lohan_fx.program import lower
 from tests.captured import BUDGET, HW, STATES, Step, step, step_of
-from tests.models import EXAMPLES
+from tests.models import EXAMPLES, make
 from tests.poison import Runner, assert_same
 
 GOLDEN = Path(__file__).parent / "golden" / "passes"
+MIXED = dataclasses.replace(STATES, compute_dtype=torch.bfloat16)
 SMALL = [name for name in EXAMPLES if name not in ("gpt2", "llama", "bert", "t5", "resnet")]
 
 
@@ -93,6 +95,12 @@ def two() -> Step:
     return step_of(Two(), {"x": torch.zeros(6, 8)}, "two")
 
 
+@cache
+def mixed_two() -> Step:
+    """In bfloat16, with masters."""
+    return step_of(Two(), {"x": torch.zeros(6, 8)}, "two", MIXED)
+
+
 KEEP = Plan(
     strategy="by-hand",
     workload="two",
@@ -114,6 +122,7 @@ HOST = UnitPlan(
     release_gradients_after="tanh_backward",
 )
 DIRECT = dataclasses.replace(HOST, windows=(), access="direct")
+CAST = dataclasses.replace(HOST, tier="device", casts=True, release_gradients_after=None)
 WRITTEN = dataclasses.replace(HOST, gradients="direct", release_gradients_after=None)
 
 
@@ -131,16 +140,19 @@ CASES = {
     "offload": (swapping(SWAP), (Normalize(), Offload())),
     "prefetch": (swapping(SWAP), (Normalize(), Offload(), Prefetch())),
     "parameters": (placing(HOST), (Normalize(), Parameters())),
+    "cast": (placing(CAST), (Normalize(), Parameters())),
     "direct_access": (placing(DIRECT), (Normalize(), Parameters(), DirectAccess())),
     "emit_gradients": (placing(HOST), (Normalize(), EmitGradients())),
     "write_gradient": (placing(WRITTEN), (Normalize(), EmitGradients())),
 }
 
+STEPS = {"cast": mixed_two}
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_printed_graph(name: str, request: pytest.FixtureRequest) -> None:
     plan, passes = CASES[name]
-    lines = list(program_lines(run(two().rewrite(plan), *passes)))
+    lines = list(program_lines(run(STEPS.get(name, two)().rewrite(plan), *passes)))
     assert len(lines) <= 25
     path = GOLDEN / f"{name}.txt"
     text = "\n".join(lines) + "\n"
@@ -151,8 +163,25 @@ def test_printed_graph(name: str, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_hand_made_plans_run(name: str) -> None:
-    runner = Runner(two())
+    runner = Runner(STEPS.get(name, two)())
     assert_same(runner.rewritten(CASES[name][0])[0], runner.plain())
+
+
+@pytest.mark.parametrize("name", ["two", "tied", "shared"])
+def test_random_casts(name: str) -> None:
+    """The plan's program, its numbers, and its memory: without the copies."""
+    made = mixed_two() if name == "two" else step_of(*make(name), name, MIXED)
+    runner = Runner(made)
+    counts, static = set(), set()
+    for seed in range(8):
+        plan = RandomPolicy(seed)(made.workload, HW, BUDGET, PlannerOptions(states="device"))
+        casts = cast_units(plan)
+        copies = sum(made.workload.unit_by_name[u].compute_bytes for u in casts)
+        counts.add(len(casts))
+        static.add(lower(made.workload, plan).static_bytes + copies)
+        check_plan(runner, plan)
+    assert len(counts) > 2
+    assert len(static) == 1
 
 
 def test_a_pass_leaves_the_capture_alone() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from torch import Tensor
 import lohan_fx
 from lohan_fx.api import LohanModule
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import Plan
+from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners import Choices, PlannerOptions, finish
 from lohan_fx.planners.tiers import unit_tiers
 from lohan_fx.runtime.engine import Engine
@@ -244,6 +244,16 @@ def direct(
 SWAP_ALL = Squeezed("swap-all", 0.0)
 
 
+def casting(
+    workload: Workload, hw: HardwareProfile, budget: MemoryBudget, options: PlannerOptions
+) -> Plan:
+    """Swap everything; units are on the device or in host memory, and keep no copies there."""
+    names = list(workload.unit_by_name)
+    tiers: dict[str, Tier] = dict.fromkeys(names[::2], "device")
+    tiers.update(dict.fromkeys(names[1::2], "host"))
+    return SWAP_ALL(workload, hw, budget, replace(options, fixed_units=tiers, fixed_casts=names))
+
+
 @dataclass(frozen=True)
 class Steps:
     """How a model is compiled and trained. With ``forwards=n``, n forwards come at once."""
@@ -293,6 +303,12 @@ CASES = [
     Steps(options={"gradients": "kept"}, schedule="deferred"),
     Steps(states="device", optimizer="adamw", options={"dtype": torch.bfloat16}),
     Steps(optimizer="adamw", options={"dtype": torch.bfloat16}, schedule="overlapped"),
+    Steps(
+        strategy=casting,
+        optimizer="adamw",
+        options={"dtype": torch.bfloat16, "clip_grad_norm": 0.1},
+        schedule="speculative",
+    ),
     Steps(strategy=direct),
     Steps(strategy=direct, schedule="deferred", options={"accumulate": 2}, num_backwards=2),
     Steps(options={"forwards": 2, "accumulate": 2}, num_backwards=2),

@@ -202,15 +202,17 @@ def remember_captures(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Let `lohan_fx.compile` trace each model once in this process: the first run traces.
 
     What is captured depends on the structure of the model and its inputs only; `name` stands for
-    both, as far as the model's class and dtypes, and flags among the inputs, do not.
+    both, as far as the model's class and dtypes, and shapes and flags among the inputs, do not.
     """
     capture = lohan_fx.compiled.building.capture
 
     def once(model: nn.Module, args: Any, kwargs: Any, **options: Any) -> Captured:
         modes = tuple(m.training for m in model.modules())
-        flags = [v for v in (*args, *kwargs.values()) if isinstance(v, bool)]
+        given = (*args, *kwargs.values())
+        flags = [v for v in given if isinstance(v, bool)]
+        shapes = tuple(v.shape for v in given if isinstance(v, Tensor))
         dtypes = frozenset(p.dtype for p in model.parameters())
-        key = (name, type(model), modes, dtypes, *flags, repr(options))
+        key = (name, type(model), modes, dtypes, shapes, *flags, repr(options))
         if key not in _captured:
             _captured[key] = capture(model, args, kwargs, **options)
         return _captured[key]

@@ -29,7 +29,8 @@ class Parameters:
         inputs = parameter_inputs(rewrite)
         position = positions(rewrite)
         for layout in rewrite.layouts:
-            if rewrite.plan.units[layout.name].windows:
+            decision = rewrite.plan.units[layout.name]
+            if decision.tier != "device" or decision.casts:
                 _windows(rewrite, layout, inputs, position)
         for nodes in inputs.values():
             for node in nodes:

@@ -45,7 +45,7 @@ def update(
         return None
     device = given.masters[0].device
     on_cuda = device.type == "cuda"
-    if on_cuda and any(copy is None for copy in given.copies):
+    if on_cuda and not given.mixed:
         return None
     if device.type not in ("cpu", "cuda"):
         return None

@@ -405,8 +405,9 @@ class ModelStates:
     def hidden_masters(self) -> Iterator[tuple[str, Tensor]]:
         """Masters by name where the user's parameter is the compute copy, of less precision."""
         for states in self.units:
-            if states.mixed and states.flats is not None and states.visible is states.flats.compute:
-                views = views_of(states.flats.master, states.layout.slices)
+            flats = states.flats
+            if flats is not None and flats.master is not flats.compute is states.visible:
+                views = views_of(flats.master, states.layout.slices)
                 yield from zip((s.name for s in states.layout.slices), views, strict=True)
 
     def resident_view(self, name: str) -> Tensor:
