@@ -175,10 +175,13 @@ class _Rates:
         rate = self.hw.cpu_optimizer_params_per_s
         return _seconds(num_params, rate, "cpu_optimizer_params_per_s")
 
+    def device(self, num_bytes: int) -> float:
+        return _seconds(num_bytes, self.hw.device_bytes_per_s, "device_bytes_per_s")
+
     def device_optimizer(self, num_bytes: int) -> float:
         if not self.options.device_optimizer:
             return 0.0
-        return _seconds(num_bytes, self.hw.device_bytes_per_s, "device_bytes_per_s")
+        return self.device(num_bytes)
 
 
 def _forward_terms(rates: _Rates, d: Demand) -> dict[str, float]:
@@ -186,7 +189,7 @@ def _forward_terms(rates: _Rates, d: Demand) -> dict[str, float]:
     incoming = d.fetch_forward_bytes + d.direct_forward_bytes
     gpu = rates.compute(d.forward_flops, d.forward_s) + rates.h2d(d.direct_forward_bytes)
     terms = {
-        "gpu": gpu + rates.device_optimizer(d.cast_forward_bytes),
+        "gpu": gpu + rates.device(d.cast_forward_bytes),
         "g2m": rates.d2h(d.swapped_bytes),
         "m2g": rates.h2d(incoming),
         "ssd": rates.ssd_read(d.ssd_fetch_forward_bytes) + rates.ssd_write(d.swapped_ssd_bytes),
@@ -205,8 +208,9 @@ def _backward_terms(rates: _Rates, d: Demand, schedule: Schedule) -> dict[str, f
     cpu = rates.cpu_optimizer(d.num_cpu_params)
     gpu += rates.h2d(d.direct_backward_bytes) + rates.d2h(d.direct_gradient_bytes)
     reloads = d.fetch_backward_bytes + d.swapped_bytes + d.direct_backward_bytes
+    gpu += rates.device_optimizer(d.device_update_bytes) + rates.device(d.cast_backward_bytes)
     terms = {
-        "gpu": gpu + rates.device_optimizer(d.device_update_bytes + d.cast_backward_bytes),
+        "gpu": gpu,
         "g2m": rates.d2h(d.gradient_bytes),
         "m2g": rates.h2d(reloads),
         "ssd": ssd if schedule in WAITING else ssd + states,

@@ -336,13 +336,17 @@ class _Lowering:
                 )
             if p.tier == "device" and not p.casts:
                 continue
-            spans = []
+            spans: list[tuple[int, int, str]] = []
             for k, window in enumerate(p.windows):
                 issue = self.index(window.fetch_before, f"unit {unit.name}")
                 first = self.index(window.first_use, f"unit {unit.name}")
                 last = self.index(window.last_use, f"unit {unit.name}")
                 if not issue <= first <= last:
                     raise PlanError(f"window {k} of unit {unit.name} is out of order")
+                if spans and issue <= spans[-1][1]:
+                    raise PlanError(
+                        f"window {k} of unit {unit.name} begins before window {k - 1} has ended"
+                    )
                 name = window_storage(unit.name, k)
                 spans.append((first, last, name))
                 self.before[issue].append(

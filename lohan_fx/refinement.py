@@ -56,7 +56,7 @@ class Outcome:
 
     Attributes:
         before_s, after_s: predicted seconds a step, of the first plan and of the one that is used.
-        moved: names of units that live in another tier since.
+        moved: names of units that live in another tier since, or keep a compute copy, or no longer.
         seconds: what planning and changing took.
     """
 
@@ -73,7 +73,7 @@ class Outcome:
         """One sentence for people."""
         if not self.changed:
             return f"measured seconds predict {self.before_s:.3f} s a step: the plan stays"
-        moved = f", {len(self.moved)} units in another tier" if self.moved else ""
+        moved = f", {len(self.moved)} units elsewhere or with other copies" if self.moved else ""
         return (
             f"measured seconds predict {self.before_s:.3f} s a step of the first plan and "
             f"{self.after_s:.3f} s of another, which replaces it{moved} (took {self.seconds:.1f} "

@@ -107,6 +107,7 @@ def plan_table(workload: Workload, plan: Plan) -> Table:
         where = plan.units[unit.name]
         direct = ", direct" if where.access == "direct" else ""
         copy = f", copy {where.copy_tier}" if where.copy_tier else ""
+        copy += ", copy cast" if where.casts else ""
         states.setdefault(unit.block, {})[where.tier + direct + copy] = None
         sizes.setdefault(unit.block, {})
 

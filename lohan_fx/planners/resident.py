@@ -84,7 +84,7 @@ class _Counts:
 
     def search(self, low: int) -> int:
         """The best count of at least `low`: like bisection, around the best of three points."""
-        most = high = self.most
+        least, high = low, self.most
         best = min((low, high), key=self.seconds)
         while high - low > 1:
             inner = {low + (high - low) * k // 4 for k in (1, 2, 3)} - {low, high}
@@ -96,7 +96,7 @@ class _Counts:
                 break
             low, high = around
         if self.seconds(best) == math.inf:  # those that fit may lie between those that were tried
-            best = min(range(most + 1), key=self.seconds)
+            best = min(range(least, self.most + 1), key=self.seconds)
         return best
 
     def park(self, count: int) -> tuple[int, int]:
@@ -165,10 +165,12 @@ def plans_around(
     order = _last_gradients_first(workload, options)
     may = may_help(workload, budget, options)
     counts = _Counts(workload, hw, budget, options, order)
+    errors = counts.errors
     best = counts.search(0) if may else 0
     if may and best < len(order) and _may_cast(workload, options):
         others = _Counts(workload, hw, budget, options, order, casts=True)
         count = others.search(min(best, others.most))
+        errors = errors + others.errors
         if others.seconds(count) < (1 - _MIN_GAIN) * counts.seconds(best):
             counts, best = others, count
     wanted = [(best, 0)]
@@ -180,7 +182,7 @@ def plans_around(
     plans = (counts.plan(*key) for key in dict.fromkeys(wanted))
     found = [plan for plan in plans if plan is not None]
     if not found:
-        raise min(counts.errors, key=lambda e: e.need_bytes).anew()
+        raise min(errors, key=lambda e: e.need_bytes).anew()
     return found
 
 

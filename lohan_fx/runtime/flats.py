@@ -106,7 +106,8 @@ class Flats:
         that the other does not keep."""
         self.master.copy_(other.master)
         if self.compute is not self.master:
-            self.compute.copy_(other.compute)
+            kept = other.compute is not other.master
+            self.compute.copy_(other.compute if kept else self.master)
         for name, flat in self.moments.items():
             flat.copy_(other.moments[name])
 

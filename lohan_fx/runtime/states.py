@@ -1,7 +1,7 @@
 """Where a model's states live: flat buffers a unit, in the tier that the plan chose.
 
-Every unit has one flat compute copy (what the graph reads), and if it trains, in mixed precision
-a flat fp32 master, one flat tensor for each optimizer state, and where gradients add up, one for
+Every unit has one flat compute copy (what the graph reads; units on the device may do without), and
+if it trains, in mixed precision a flat fp32 master, one flat tensor for each optimizer state, and where gradients add up, one for
 them (`runtime.unit_states`). The model's parameters stay usable tensors: each becomes a view of its
 unit's flat buffer, in device memory, in the host slab, or in a mapping of the SSD file; so does
 ``.grad``, if it is kept (`runtime.gradients`).
@@ -266,7 +266,7 @@ class ModelStates:
         closed; old device memory at once, unless user code looks into it.
         """
         if arena is None and states.tier == "device":
-            states.keep_copy(not casts)
+            states.keep_copy(not casts)  # on the compute stream, in order with what reads it
             self._resident.clear()
             return
         if arena is None:
@@ -280,12 +280,16 @@ class ModelStates:
         if flats.gradient is not None and old.gradient is not None:
             flats.gradient.copy_(old.gradient)
         gradients = self.gradients.detach(states)
-        if states.visible is not None:
-            states.visible = flats.master if states.visible is old.master else flats.compute
-        states.flats, states.direct = flats, None
+        visible = states.visible
+        if visible is not None:
+            visible = flats.master if visible is old.master else flats.compute
+        tier: Tier = "device" if arena is None else "host"
         self._resident.clear()
-        states.spare, states.away = None, False
-        states.tier, states.casts = ("host", False) if arena is not None else ("device", casts)
+        # All at once, so that an interrupt finds the unit here or there; and from now on until
+        # `expose` it finds parameters that are elsewhere than they were, which the next step mends.
+        states.addresses = []
+        states.flats, states.visible, states.tier, states.casts = flats, visible, tier, casts
+        states.direct, states.spare, states.away = None, None, False
         states.expose()
         self.gradients.attach(states, gradients)
         # the old memory stays as it is: a state_dict() that somebody holds may look into it

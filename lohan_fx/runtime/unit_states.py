@@ -230,8 +230,8 @@ class UnitStates:
         there is no room, nothing has changed."""
         flats = self.flats
         assert flats is not None
-        flats.compute = self.cast() if keep else flats.master
-        self.casts = not keep
+        # both at once: an interrupt finds the one or the other
+        flats.compute, self.casts = self.cast() if keep else flats.master, not keep
 
     def reachable(self, device: torch.device) -> Tensor:
         """A host unit's compute copy as a tensor of the compute device, without a copy."""
