@@ -34,6 +34,8 @@ from lohan_fx.program import lower
 from lohan_fx.simulate import simulate, step_seconds
 from lohan_fx.workload import Op, Workload
 from tests.test_planners import check
+from tests.test_simulate import machine as unit_machine
+from tests.test_simulate import make_unit, make_workload
 from tests.workloads import (
     Builder,
     budget,
@@ -471,6 +473,22 @@ def test_bound_holds_for_every_plan(seed: int, states: Any, schedule: Any, copie
             found = solve(model.program(used), model.leanest)
             assert found.status == "optimal", (planner, plan.strategy)
             assert found.bound * model.unit_s <= seconds * (1 + 1e-9), plan.strategy
+
+
+@pytest.mark.parametrize("host", ["u0", "u1"])
+def test_deferred_updates_run_beside_those_on_the_device(host: str) -> None:
+    """30 s on the CPU and 32 s on the device after backward: one does not wait for the other."""
+    ops = [("f0", 1.0, "x w0", "a"), ("f1", 1.0, "a w1", "b")]
+    ops += [("b1", 1.0, "b a w1", "d g.u1"), ("b0", 1.0, "d x w0", "g.u0")]
+    units = [make_unit(name, params=30, compute=2, states=13) for name in ("u0", "u1")]
+    sizes = {"w0": 2, "w1": 2, "g.u0": 2, "g.u1": 2}
+    workload = make_workload(ops, sizes, units, {"w0": "u0", "w1": "u1"})
+    tiers: dict[str, Tier] = {**dict.fromkeys(("u0", "u1"), "device"), host: "host"}
+    options = PlannerOptions(schedule="deferred", fixed_units=tiers)
+    hw, limit = unit_machine(h2d=1e4, d2h=1e4), budget(2**40, 2**40, 2**40)
+    _, report = Pareto().solve(workload, hw, limit, options)
+    assert report.bound_s == pytest.approx(4 + 2 * (13 + 2) + 2, rel=1e-3)
+    assert report.bound_s <= report.step_s < report.bound_s * 1.001
 
 
 def test_bound_is_close_for_a_deep_model() -> None:
