@@ -20,7 +20,7 @@ from lohan_fx.cost_model import CostOptions, iteration_time, unit_demand
 from lohan_fx.errors import InsufficientMemoryError, PlanError
 from lohan_fx.footprint import cast_units, host_bytes_needed, may_cast, tiers_of
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import SCHEDULES, FetchWindow, Plan, Schedule, Tier, UnitPlan
+from lohan_fx.plan import LATE, SCHEDULES, FetchWindow, Plan, Schedule, Tier, UnitPlan
 from lohan_fx.planners import PlannerOptions, make_plan, names
 from lohan_fx.planners.assign import assignment_of, choices_of
 from lohan_fx.planners.exhaustive import columns_of
@@ -291,6 +291,10 @@ def test_no_plan_that_casts_undercuts_the_bound(
     workload: Workload, hw: HardwareProfile, seed: int, schedule: Schedule, states: Any
 ) -> None:
     """Of all plans in the memory that it uses, and of those with the same options."""
+    if schedule in LATE:
+        # The second step is simulated: where the first has left SSDs a backlog, its backward may
+        # have hidden more updates than that of any later step does.
+        hw = replace(hw, ssds=(), ssd_read_bytes_per_s=0.0, ssd_write_bytes_per_s=0.0)
     options = PlannerOptions(schedule=schedule, states=states, copies="host")
     plan = that_casts(workload, hw, seed, options)
     limit, seconds = used_by(plan), step_seconds(workload, plan, hw)
