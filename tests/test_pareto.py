@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from lohan_fx.errors import InsufficientMemoryError, PlanError
+from lohan_fx.footprint import may_cast
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import SCHEDULES, Action, Plan, Schedule, Tier
 from lohan_fx.planners import Choices, PlannerOptions, finish, make_plan, names
@@ -33,6 +34,8 @@ from lohan_fx.program import lower
 from lohan_fx.simulate import simulate, step_seconds
 from lohan_fx.workload import Op, Workload
 from tests.test_planners import check
+from tests.test_simulate import machine as unit_machine
+from tests.test_simulate import make_unit, make_workload
 from tests.workloads import (
     Builder,
     budget,
@@ -60,14 +63,16 @@ def machine(seed: int) -> HardwareProfile:
 
 
 def tiny_workload(seed: int) -> Workload:
-    """A chain with a skip connection: three to five residuals, one or two units, a loss."""
-    rng = random.Random(seed)
+    """A chain with a skip connection: three to five residuals, one or two units, a loss. Half of
+    the units may keep no compute copy."""
+    rng, masters = random.Random(seed), random.Random(f"masters of {seed}")
     b = Builder(f"tiny-{seed}")
     b.value("x", 4096, "input")
     blocks = rng.randint(1, 2)
     count = rng.randint(3, 4 if blocks == 2 else 5)
     for k in range(blocks):
-        b.unit(f"b{k}", f"b{k}", {f"w{k}": rng.choice((256, 2048, 8192))})
+        size = rng.choice((256, 2048, 8192))
+        b.unit(f"b{k}", f"b{k}", {f"w{k}": size}, master=masters.random() < 0.5)
     names, last = ["x"], "x"
     for i in range(count):
         block = f"b{i * blocks // count}"
@@ -107,7 +112,8 @@ def tiny_workload(seed: int) -> Workload:
 def assignments(
     workload: Workload, hw: HardwareProfile, options: PlannerOptions
 ) -> Iterator[Choices]:
-    """Every action and tier of every residual, every tier of every unit."""
+    """Every action and tier of every residual, every tier of every unit; with and without compute
+    copies on the device."""
     saved = must_save(workload)
     places: list[Tier] = ["host", "ssd"] if hw.ssds else ["host"]
     ways: list[list[tuple[Action, Tier]]] = []
@@ -116,14 +122,20 @@ def assignments(
         found += [("swap", place) for place in places]
         found += [] if v in saved else [("recompute", "device")]
         ways.append(found)
-    homes: list[Tier] = ["device", *places] if options.states == "auto" else [options.states]
+    tiers: list[Tier] = ["device", *places] if options.states == "auto" else [options.states]
+    homes = [
+        [(tier, casts) for tier in tiers for casts in (False, True)[: 1 + may_cast(u, tier)]]
+        for u in workload.units
+    ]
     units = [u.name for u in workload.units]
-    for tiers in itertools.product(homes, repeat=len(units)):
+    for settled in itertools.product(*homes):
+        at = dict(zip(units, settled, strict=True))
         for picked in itertools.product(*ways):
             chosen = dict(zip(workload.residuals, picked, strict=True))
             yield Choices(
                 actions={v: action for v, (action, _) in chosen.items()},
-                unit_tiers=dict(zip(units, tiers, strict=True)),
+                unit_tiers={name: tier for name, (tier, _) in at.items()},
+                casts=[name for name, (_, casts) in at.items() if casts],
                 swap_tiers={v: tier for v, (action, tier) in chosen.items() if action == "swap"},
             )
 
@@ -189,6 +201,7 @@ def some_workload(seed: int) -> Workload:
         hidden=rng.choice((32, 128, 512)),
         tied=rng.random() < 0.3,
         dropout=rng.random() < 0.3,
+        masters=rng.random() < 0.6,
     )
 
 
@@ -460,6 +473,22 @@ def test_bound_holds_for_every_plan(seed: int, states: Any, schedule: Any, copie
             found = solve(model.program(used), model.leanest)
             assert found.status == "optimal", (planner, plan.strategy)
             assert found.bound * model.unit_s <= seconds * (1 + 1e-9), plan.strategy
+
+
+@pytest.mark.parametrize("host", ["u0", "u1"])
+def test_deferred_updates_run_beside_those_on_the_device(host: str) -> None:
+    """30 s on the CPU and 32 s on the device after backward: one does not wait for the other."""
+    ops = [("f0", 1.0, "x w0", "a"), ("f1", 1.0, "a w1", "b")]
+    ops += [("b1", 1.0, "b a w1", "d g.u1"), ("b0", 1.0, "d x w0", "g.u0")]
+    units = [make_unit(name, params=30, compute=2, states=13) for name in ("u0", "u1")]
+    sizes = {"w0": 2, "w1": 2, "g.u0": 2, "g.u1": 2}
+    workload = make_workload(ops, sizes, units, {"w0": "u0", "w1": "u1"})
+    tiers: dict[str, Tier] = {**dict.fromkeys(("u0", "u1"), "device"), host: "host"}
+    options = PlannerOptions(schedule="deferred", fixed_units=tiers)
+    hw, limit = unit_machine(h2d=1e4, d2h=1e4), budget(2**40, 2**40, 2**40)
+    _, report = Pareto().solve(workload, hw, limit, options)
+    assert report.bound_s == pytest.approx(4 + 2 * (13 + 2) + 2, rel=1e-3)
+    assert report.bound_s <= report.step_s < report.bound_s * 1.001
 
 
 def test_bound_is_close_for_a_deep_model() -> None:

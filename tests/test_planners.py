@@ -73,7 +73,8 @@ def check(workload: Workload, plan: Plan, limit: MemoryBudget) -> None:
     assert ssd == plan.prediction.peak_ssd_bytes <= limit.ssd_bytes
     index = workload.op_index
     for unit in plan.units.values():
-        assert unit.tier != "device" or not unit.windows
+        assert unit.tier != "device" or unit.casts or not unit.windows
+        assert not unit.casts or all(w.fetch_before == w.first_use for w in unit.windows)
         for before, after in itertools.pairwise(unit.windows):
             assert index[before.last_use] < index[after.fetch_before]
     assert Plan.from_dict(plan.to_dict()) == plan

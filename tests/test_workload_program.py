@@ -155,7 +155,7 @@ class Liveness:
             v.num_bytes for v in self.w.values.values() if v.kind in ("input", "buffer", "constant")
         )
         return held + sum(
-            u.compute_bytes + u.state_bytes
+            u.state_bytes + (0 if self.plan.units[u.name].casts else u.compute_bytes)
             for u in self.w.units
             if self.plan.units[u.name].tier == "device"
         )
@@ -237,6 +237,7 @@ def test_a_unit_is_fetched_from_where_its_copy_is(workload: Workload, seed: int)
         names = {window_storage(unit.name, k) for k in range(len(p.windows))}
         fetched = [x for x in program.instructions if x.kind == "fetch_unit" and x.name in names]
         assert {x.tier for x in fetched} <= {p.copy_tier or p.tier}
+        assert {x.num_bytes for x in fetched} <= {0 if p.casts else unit.compute_bytes}
         emitted = [x for x in program.instructions if (x.kind, x.name) == (EMIT, unit.name)]
         assert {x.tier for x in emitted} <= {p.tier}
         if p.tier == "ssd":

@@ -94,9 +94,16 @@ class Builder:
         return writes[0][0]
 
     def unit(
-        self, name: str, block: str, parameters: dict[str, int], *, frozen: bool = False
+        self,
+        name: str,
+        block: str,
+        parameters: dict[str, int],
+        *,
+        frozen: bool = False,
+        master: bool = False,
     ) -> None:
-        """bf16 compute copy, fp32 AdamW: 2, 12 and 2 bytes a parameter."""
+        """bf16 compute copy, fp32 AdamW: 2, 12 and 2 bytes a parameter. `master`: the model shows
+        the fp32 master, so that nobody needs the copy but the graph."""
         n = sum(parameters.values())
         for p, count in parameters.items():
             self.value(p, 2 * count, "parameter", block=block, unit=name)
@@ -111,6 +118,7 @@ class Builder:
                 gradient_bytes=0 if frozen else 2 * n,
                 gradients=() if frozen else tuple(f"grad.{p}" for p in parameters),
                 update_scratch_bytes=0 if frozen else 4 * n,
+                master_bytes=4 * n if master and not frozen else 0,
             )
         )
 
@@ -130,20 +138,23 @@ def gpt_workload(
     *,
     tied: bool = False,
     dropout: bool = False,
+    masters: bool = False,
 ) -> Workload:
-    """A GPT: embedding, blocks, head and loss; bf16, one unit a block, fp32 AdamW."""
+    """A GPT: embedding, blocks, head and loss; bf16, one unit a block, fp32 AdamW. `masters`: all
+    units may keep no compute copy."""
     b = Builder(f"gpt-{layers}x{hidden}")
     t = batch * seq
     act = 2 * t * hidden
     b.value("ids", 8 * t, "input")
-    b.unit("embed", "embed", {"wte": vocab * hidden})
+    b.unit("embed", "embed", {"wte": vocab * hidden}, master=masters)
     for k in range(layers):
         h2 = hidden * hidden
         parameters = {"ln1": hidden, "qkv": 3 * h2, "proj": h2, "ln2": hidden, "up": 4 * h2}
         parameters["down"] = 4 * h2
-        b.unit(f"h{k}", f"h{k}", {f"h{k}.{p}": n for p, n in parameters.items()})
+        parameters = {f"h{k}.{p}": n for p, n in parameters.items()}
+        b.unit(f"h{k}", f"h{k}", parameters, master=masters)
     if not tied:
-        b.unit("head", "head", {"lm_head": vocab * hidden})
+        b.unit("head", "head", {"lm_head": vocab * hidden}, master=masters)
     head = "wte" if tied else "lm_head"
     x = b.op("embed", ["ids", "wte"], [("x0", act)], block="embed")
     saved = []
@@ -273,12 +284,13 @@ def mlp_workload() -> Workload:
 
 
 def random_workload(seed: int, num_blocks: int, ops_per_block: int) -> Workload:
-    """Any legal shape: branches, random ops, several results, tied and frozen parameters.
+    """Any legal shape: branches, random ops, several results, tied and frozen parameters, units
+    that may keep no compute copy.
 
     Backward mirrors forward; every op's backward reads the incoming gradient and some of what
     its forward op read and made.
     """
-    rng = random.Random(seed)
+    rng, masters = random.Random(seed), random.Random(f"masters of {seed}")
     b = Builder(f"random-{seed}")
     b.value("x", rng.randint(1, 4000), "input")
     b.value("rope", rng.randint(1, 4000), "buffer")
@@ -310,6 +322,7 @@ def random_workload(seed: int, num_blocks: int, ops_per_block: int) -> Workload:
                     gradient_bytes=2 * n if found else 0,
                     gradients=found,
                     update_scratch_bytes=rng.choice((0, 4 * n)) if found else 0,
+                    master_bytes=masters.choice((0, 4 * n, 4 * n)) if found else 0,
                 )
             )
     return b.build()

@@ -12,6 +12,7 @@ from lohan_fx.plan import Action, Plan, Tier
 from lohan_fx.planners.model import CAST, COPIED, PARKED, UNIT_OPTIONS, Model, Option
 from lohan_fx.planners.schedule import Choices, UnitMode
 from lohan_fx.planners.simplex import ChoiceProgram, Floats, Ints
+from lohan_fx.planners.time_rows import BACKWARD, BETWEEN, FORWARD, OPTIMIZER, STEP, TO_END
 
 Assignment = Mapping[str, Option]
 """Residual or unit → its option."""
@@ -81,7 +82,14 @@ class Improver:
         self.program = program
         self.num_time = len(model.rows)
         stages = np.array([row.stages for row in model.rows])
-        kinds = {"f": (1, 0, 0), "b": (0, 1, 0), "o": (0, 0, 1), "end": (0, 1, 1), "all": (1, 1, 1)}
+        kinds = {
+            "f": FORWARD,
+            "b": BACKWARD,
+            "o": OPTIMIZER,
+            "end": TO_END,
+            "between": BETWEEN,
+            "all": STEP,
+        }
         self.of_kind = {
             name: np.flatnonzero((stages == kind).all(axis=1)) for name, kind in kinds.items()
         }
@@ -108,6 +116,7 @@ class Improver:
 
         forward, backward = np.maximum(most("f"), 0.0), np.maximum(most("b"), 0.0)
         tail = np.maximum(most("o"), most("end") - backward)
+        tail = np.maximum(tail, most("between") - forward)
         tail = np.maximum(np.maximum(tail, most("all") - forward - backward), 0.0)
         over = np.maximum(totals[self.num_time :], 0.0)
         return forward + backward + tail + cost + (self.scale @ over)

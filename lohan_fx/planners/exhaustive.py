@@ -14,7 +14,7 @@ from lohan_fx.planners.simplex import ChoiceProgram, Floats, Ints
 
 _UNIT_CHOICES: tuple[frozenset[Option], ...] = (
     frozenset(UNIT_OPTIONS),
-    frozenset({"device", "parked", "host", "direct", "ssd", "ssd-copy"}),
+    frozenset({"device", "parked", "cast", "cast-parked", "host", "direct", "ssd", "ssd-copy"}),
     frozenset({"device", "host", "ssd", "ssd-copy"}),
 )
 """From all ways to read a unit to the usual one: as many as the limit allows."""

@@ -280,6 +280,10 @@ class Model:
         fixed = self.options.fixed_casts
         return (False, True) if fixed is None else (unit.name in fixed,)
 
+    def _may_do_without(self, unit: Unit) -> bool:
+        """Whether a unit has an option in which it keeps no compute copy on the device."""
+        return not CAST.isdisjoint(self.groups[self.group_of[unit.name]].options)
+
     def columns(self) -> Iterable[tuple[int, Group, Option]]:
         """(column, group, option) in order."""
         column = 0
@@ -533,8 +537,11 @@ class Model:
         What device and host have no room for is on SSD; so at least one unit is there that is
         as large as the last of those with the same bytes, smallest first.
         """
-        # on the device nothing is aligned
-        sizes = {u.name: u.compute_bytes + u.state_bytes for u in self.workload.units}
+        # on the device nothing is aligned, and copies may not be kept
+        sizes = {
+            u.name: u.state_bytes + (0 if self._may_do_without(u) else u.compute_bytes)
+            for u in self.workload.units
+        }
         units = [u for u in self.workload.units if u.trainable]
         units.sort(key=lambda u: sizes[u.name])
         left = sum(sizes[u.name] for u in units) - budget.device_bytes - budget.host_bytes

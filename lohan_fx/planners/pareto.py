@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from lohan_fx import progress
 from lohan_fx.errors import InsufficientMemoryError, LohanError, PlanError
+from lohan_fx.footprint import may_cast
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan
 from lohan_fx.planners import registry, resident
@@ -242,7 +243,11 @@ class _Search:
         """All that are registered; of those that raise, the errors are kept."""
         if not self.strategy.others:
             return
-        states = sum(u.compute_bytes + u.state_bytes for u in self.workload.units)
+        casts = self.options.fixed_casts or ()
+        states = sum(
+            u.state_bytes + (0 if u.name in casts and may_cast(u, "device") else u.compute_bytes)
+            for u in self.workload.units
+        )
         all_fit = states <= self.budget.device_bytes
         for name in candidates():
             if name == resident.NAME and not resident.may_help(

@@ -112,7 +112,7 @@ class Offers:
         actions = tuple((r.action, r.tier) for r in plan.residuals.values())
         regions = tuple((r.anchor, r.wanted) for r in made.regions)
         units = tuple(
-            (u.tier, u.copy_tier, u.access, u.gradients, len(u.windows))
+            (u.tier, u.copy_tier, u.access, u.gradients, u.casts, len(u.windows))
             for u in plan.units.values()
         )
         key = (budget.device_bytes, actions, regions, units)

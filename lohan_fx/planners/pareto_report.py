@@ -9,14 +9,22 @@ import numpy as np
 
 from lohan_fx.planners.model import Model
 from lohan_fx.planners.simplex import Solution
-from lohan_fx.planners.time_rows import Stages
+from lohan_fx.planners.time_rows import (
+    BACKWARD,
+    BETWEEN,
+    FORWARD,
+    OPTIMIZER,
+    STEP,
+    TO_END,
+    Stages,
+)
 
 NAME = "pareto"
 
 _STAGES: Mapping[str, tuple[Stages, ...]] = {
-    "forward": ((1.0, 0.0, 0.0),),
-    "backward": ((0.0, 1.0, 0.0),),
-    "optimizer": ((0.0, 0.0, 1.0), (0.0, 1.0, 1.0), (1.0, 1.0, 1.0)),
+    "forward": (FORWARD, BETWEEN),
+    "backward": (BACKWARD,),
+    "optimizer": (OPTIMIZER, TO_END, STEP),
 }
 
 

@@ -11,6 +11,7 @@ from lohan_fx.footprint import (
     has_own_buffer,
     host_breakdown,
     host_bytes_needed,
+    may_cast,
     may_park,
     own_buffers,
     ssd_bytes_needed,
@@ -269,8 +270,14 @@ def check_states_fit(
         tiers = (options.states,)
     have = {tier: getattr(budget, f"{tier}_bytes") for tier in tiers}
     apart = options.states == "ssd"  # compute copies may be in host memory then
+    casts = "device" in tiers  # without them
     need = sum(
-        u.state_bytes + (0 if apart and u.has_separate_copy else u.compute_bytes)
+        u.state_bytes
+        + (
+            0
+            if (apart and u.has_separate_copy) or (casts and may_cast(u, "device"))
+            else u.compute_bytes
+        )
         for u in workload.units
     )
     lacks = need - sum(have.values())

@@ -10,6 +10,7 @@ start before c:
     T_b ≥ h2d(reloads and fetches for uses up to c) + device(from c on)
     T_b ≥ device(up to c) + d2h(gradients emitted from c on)
     T_b + T_o ≥ device(up to c) + cpu(updates of units emitted from c on)
+    T_f + T_o ≥ cpu(all updates), with schedule "deferred"
 
 and the like for the SSDs, which are simplex (LoHan Eq. 2 and 5 are the rows with c at an end).
 They hold for the step that `simulate` walks: fetches of a phase start in it, compute waits for
@@ -38,6 +39,9 @@ FORWARD: Stages = (1.0, 0.0, 0.0)
 BACKWARD: Stages = (0.0, 1.0, 0.0)
 OPTIMIZER: Stages = (0.0, 0.0, 1.0)
 TO_END: Stages = (0.0, 1.0, 1.0)
+BETWEEN: Stages = (1.0, 0.0, 1.0)
+"""From one backward to the next: what schedule "deferred" lets run beside updates on the device and
+the next forward."""
 STEP: Stages = (1.0, 1.0, 1.0)
 
 _LAST_UPDATES = 3
@@ -324,9 +328,9 @@ class TimeRows:
         if self.schedule in LATE - WAITING:
             chain = self._moved(self.params * rate.cpu)
             yield Row(resource="cpu", stages=STEP, base=0.0, residual={}, unit=chain)
-        if self.schedule == "deferred":  # between two backwards: here the first stage has all of it
+        if self.schedule == "deferred":
             chain = self._moved(self.params * rate.cpu)
-            yield Row(resource="cpu", stages=FORWARD, base=0.0, residual={}, unit=chain)
+            yield Row(resource="cpu", stages=BETWEEN, base=0.0, residual={}, unit=chain)
         if self.schedule == "serial":
             cpu = self.params * rate.cpu
             chain = self._moved(cpu)
@@ -355,7 +359,7 @@ class TimeRows:
         every = with_states(self._ssd_fetches(0, end))
         if self.schedule == "deferred":
             ahead = with_states(self._ssd_fetches(0, max(0, n - 1)))
-            yield Row(resource="ssd", stages=FORWARD, base=0.0, residual={}, unit=ahead)
+            yield Row(resource="ssd", stages=BETWEEN, base=0.0, residual={}, unit=ahead)
         if self.schedule not in LATE:
             yield Row(
                 resource="ssd",
