@@ -32,9 +32,9 @@ def columns_of(model: Model, limit: int) -> list[list[int]] | None:
             columns = [
                 start + k
                 for k, option in enumerate(group.options)
-                if group.kind == "residual" or option in wanted or len(group.options) == 1
+                if group.kind == "residual" or option in wanted
             ]
-            found.append(columns)
+            found.append(columns or [start + k for k in range(len(group.options))])
         if math.prod(len(columns) for columns in found) <= limit:
             return found
     return None

@@ -233,8 +233,9 @@ class _Search:
         """Everything on the device, if that fits: then there is nothing to hide."""
         assignment: dict[str, str] = {}
         for group in self.model.groups:
-            home = "keep" if group.kind == "residual" else "device"
-            if home not in group.options:
+            homes = ("keep",) if group.kind == "residual" else ("device", "cast")
+            home = next((option for option in homes if option in group.options), None)
+            if home is None:
                 return
             assignment.update(dict.fromkeys(group.members, home))
         self.offers.simulate(assignment)  # type: ignore[arg-type]

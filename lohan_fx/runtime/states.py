@@ -1,10 +1,10 @@
 """Where a model's states live: flat buffers a unit, in the tier that the plan chose.
 
 Every unit has one flat compute copy (what the graph reads; units on the device may do without), and
-if it trains, in mixed precision a flat fp32 master, one flat tensor for each optimizer state, and where gradients add up, one for
-them (`runtime.unit_states`). The model's parameters stay usable tensors: each becomes a view of its
-unit's flat buffer, in device memory, in the host slab, or in a mapping of the SSD file; so does
-``.grad``, if it is kept (`runtime.gradients`).
+if it trains, in mixed precision a flat fp32 master, one flat tensor for each optimizer state, and
+where gradients add up, one for them (`runtime.unit_states`). The model's parameters stay usable
+tensors: each becomes a view of its unit's flat buffer, in device memory, in the host slab, or in a
+mapping of the SSD file; so does ``.grad``, if it is kept (`runtime.gradients`).
 """
 
 from __future__ import annotations
