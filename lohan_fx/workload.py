@@ -117,7 +117,7 @@ class Unit:
         return self.state_bytes + self.compute_bytes - self.accumulator_bytes
 
     def device_update_bytes(self, *, copy: bool = True) -> int:
-        """What crosses the memory of the device when it updates the unit there: states and a compute
+        """What crosses the device's memory when the unit is updated there: states and a compute
         copy that is its own master are read and written, a `copy` beside them is written if it is
         kept, the gradient read (and before, if it is added, written)."""
         written = self.compute_bytes if copy or self.own_master else 0
