@@ -117,12 +117,11 @@ class Unit:
         return self.state_bytes + self.compute_bytes - self.accumulator_bytes
 
     def device_update_bytes(self, *, copy: bool = True) -> int:
-        """What crosses the device's memory when the unit is updated there: states and a compute
-        copy that is its own master are read and written, a `copy` beside them is written if it is
-        kept, the gradient read (and before, if it is added, written)."""
-        written = self.compute_bytes if copy or self.own_master else 0
-        read = self.compute_bytes if self.own_master else 0
-        return 2 * self.state_bytes + read + written + self.gradient_bytes
+        """What crosses the memory of the device when it updates the unit there: states and `copy`,
+        if it is kept, are read and written, the gradient read (and before, if it is added,
+        written)."""
+        kept = self.compute_bytes if copy else 0
+        return 2 * (self.state_bytes + kept) + self.gradient_bytes
 
     @property
     def cast_bytes(self) -> int:
