@@ -24,8 +24,8 @@ from lohan_fx.footprint import cast_units
 from lohan_fx.planners import names
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.update_values import Clip
+from tests.casting import Casts
 from tests.models import loss_of, make
-from tests.test_casts import Casts
 from tests.training import (
     NUM_STEPS,
     Snapshot,

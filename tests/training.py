@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import lohan_fx.compiled.building
 from lohan_fx.capture import Captured
@@ -250,3 +251,20 @@ def alternating(*factors: Sequence[Any]) -> list[Any]:
 
 def ids(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["-".join(row) for row in rows]
+
+
+def step_in_mixed_precision(
+    masters: nn.Module, compute: nn.Module, inputs: Mapping[str, Tensor], optimizer: Optimizer
+) -> Tensor:
+    """One step as a user would write it in bfloat16: copies of the masters run, and their gradients
+    become the masters'. Returns the loss."""
+    with torch.no_grad():
+        for p, c in zip(masters.parameters(), compute.parameters(), strict=True):
+            c.copy_(p)
+    loss: Tensor = compute(inputs["x"].bfloat16(), inputs["y"])
+    loss.backward()
+    for p, c in zip(masters.parameters(), compute.parameters(), strict=True):
+        assert c.grad is not None
+        p.grad, c.grad = c.grad.float(), None
+    optimizer.step()
+    return loss.detach()
