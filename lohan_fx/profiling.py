@@ -31,6 +31,7 @@ from torch import nn
 from lohan_fx.arguments import path_of
 from lohan_fx.errors import HardwareError, StorageError, format_bytes
 from lohan_fx.hardware import HardwareProfile, SsdDevice
+from lohan_fx.runtime.arena import Arena
 from lohan_fx.runtime.lane import Lane
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.ssd import IoPool
@@ -368,26 +369,28 @@ def _copying_both_ways(meter: _Meter) -> Iterator[None]:
 
 
 def _cpu_optimizer_params_per_s(meter: _Meter) -> float:
-    """Parameters a second of AdamW as units in host memory run it: mixed if for a GPU, and half of
-    the time beside copies in both directions. These share the host's memory with it: alone an
-    H200's host updates 5.0 to 5.6 Gparam/s, beside all that the link can copy 3.2, in steps 3.7 to
-    3.9."""
+    """Parameters a second of AdamW as units in host memory run it, in a slab: mixed if for a GPU,
+    and half of the time beside copies in both directions. These share the host's memory with it:
+    alone an H200's host updates 5.0 to 5.6 Gparam/s, beside all that the link can copy 3.2, in
+    steps 3.7 to 3.9."""
     num_params = (16 if not meter.on_cuda else 64) * 2**20  # gigabytes: no cache holds them
-    master = torch.rand(num_params)
-    parameter = nn.Parameter(master)
-    unit = UnitOptimizer(torch.optim.AdamW([parameter], fused=True), [parameter])
-    state = [{name: torch.zeros(num_params) for name in unit.state_names()}]
-    on_cpu = _Meter(torch.device("cpu"), meter.quick)
-    if not meter.on_cuda:
-        step = partial(unit.step, [master], [torch.rand(num_params)], state)
-        return num_params / on_cpu.seconds(step, cap_s=1.0)
-    gradient = torch.rand(num_params).bfloat16()
-    copy = torch.zeros(num_params, dtype=torch.bfloat16)
-    step = partial(unit.step_mixed, [master], [gradient], state, [copy])
-    alone_s = on_cpu.seconds(step, cap_s=0.7)
-    with _copying_both_ways(meter):
-        beside_s = on_cpu.seconds(step, cap_s=0.7)
-    return 2 * num_params / (alone_s + beside_s)
+    with closing(Arena(16 * num_params, pin=meter.on_cuda)) as arena:
+        rows = [arena.typed(4 * k * num_params, [num_params], torch.float32) for k in range(4)]
+        master = rows[0].uniform_()
+        parameter = nn.Parameter(master)
+        unit = UnitOptimizer(torch.optim.AdamW([parameter], fused=True), [parameter])
+        state = [dict(zip(unit.state_names(), rows[1:3], strict=True))]
+        on_cpu = _Meter(torch.device("cpu"), meter.quick)
+        if not meter.on_cuda:
+            step = partial(unit.step, [master], [rows[3].uniform_()], state)
+            return num_params / on_cpu.seconds(step, cap_s=1.0)
+        gradient, copy = rows[3].view(torch.bfloat16).chunk(2)
+        gradient.uniform_()
+        step = partial(unit.step_mixed, [master], [gradient], state, [copy])
+        alone_s = on_cpu.seconds(step, cap_s=0.7)
+        with _copying_both_ways(meter):
+            beside_s = on_cpu.seconds(step, cap_s=0.7)
+        return 2 * num_params / (alone_s + beside_s)
 
 
 # SSDs

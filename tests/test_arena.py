@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import gc
+import mmap
 import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lohan_fx.errors import InsufficientMemoryError, StorageError
-from lohan_fx.runtime._memory import ALIGNMENT
+from lohan_fx.runtime._memory import ALIGNMENT, _mmap
 from lohan_fx.runtime.arena import (
     Arena,
     BufferRing,
@@ -253,6 +257,78 @@ def test_refused_pinning_warns_once_and_goes_on() -> None:
         assert not arena.register(2 * PAGE, 2 * PAGE)  # a second warning would be an error
         assert arena.register(4 * PAGE, PAGE)
         arena.view(0, 2 * PAGE).fill_(1)
+
+
+def huge_pages_are_given() -> bool:
+    """To those who ask."""
+    switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return switch.exists() and "[never]" not in switch.read_text()
+
+
+def huge_bytes(address: int) -> int:
+    """Of the mapping at `address`, those in huge pages."""
+    inside, found = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(maxsplit=1)[0]
+        if "-" in first and not first.endswith(":"):
+            start, _, end = first.partition("-")
+            inside = int(start, 16) <= address < int(end, 16)
+        elif inside and first == "AnonHugePages:":
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+@pytest.mark.skipif(not huge_pages_are_given(), reason="needs transparent huge pages")
+def test_memory_that_is_to_be_pinned_is_in_huge_pages() -> None:
+    num_bytes = (33 << 20) + PAGE
+    before = resident_bytes()
+    with closing(Arena(num_bytes, pin=True, locker=FakeLocker())) as arena:
+        address = arena.view(0, 1).data_ptr()
+        assert address % (2 << 20) == 0
+        assert huge_bytes(address) == 32 << 20
+        assert resident_bytes() - before > num_bytes * 0.9
+        assert not arena.view(0, arena.num_bytes).any()
+    del arena
+    gc.collect()
+    assert not any(is_mapped(address + offset) for offset in range(0, num_bytes, PAGE))
+
+
+def child(work: Callable[[], object]) -> int:
+    """The exit code of a forked child that does `work`: 0, or the negative of a signal."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            faulthandler.disable()  # a fault is expected
+            code = 0 if work() else 2
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_no_page_that_a_device_reads_is_copied_after_a_fork() -> None:
+    """So a child has none of them; what is left after `close` it has as of the fork."""
+    with closing(Arena(4 * PAGE, pin=True, locker=FakeLocker())) as arena:
+        view = arena.view(0, 1)
+        view.fill_(7)
+        assert child(lambda: view.item() == 7) == -signal.SIGSEGV
+    assert child(lambda: view.item() == 7) == 0
+
+
+def test_a_child_that_collects_a_slab_keeps_what_it_has_at_these_addresses() -> None:
+    slab = [Arena(4 * PAGE, pin=True, locker=FakeLocker())]
+    address = slab[0].view(0, 1).data_ptr()
+    fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
+
+    def collect() -> bool:
+        own = _mmap(address, 4 * PAGE, mmap.PROT_READ | mmap.PROT_WRITE, fixed, -1, 0)
+        ctypes.memset(own, 5, 4 * PAGE)
+        slab.clear()
+        gc.collect()
+        return ctypes.string_at(own, 1) == b"\5"
+
+    assert child(collect) == 0
+    slab[0].close()
 
 
 def test_without_pin_nothing_is_pinned(arena: Arena) -> None:

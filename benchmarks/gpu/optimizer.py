@@ -4,8 +4,9 @@
 
 Parameters per second by number of threads, on one unit of 79M parameters: bfloat16 gradients and
 compute copies, float32 masters and AdamW states. The floor is 28 bytes a parameter. On a GPU, also
-beside copies in both directions: optimizer and link share the host's memory. With all threads, also
-where the runtime has units: in a slab, pinned on a GPU; and as the median of many repetitions.
+beside a running backward, and beside copies in both directions: optimizer and link share the host's
+memory. With all threads, also where the runtime has units: in a slab, pinned on a GPU; and as the
+median of many repetitions.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from gpt import Block, Shape
 from torch import nn
 
 from lohan_fx.runtime.arena import Arena
@@ -48,10 +51,12 @@ def rate(call: Callable[[], object], repeats: int = 5) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """What the host's memory gives the CPU optimizer: parameters/s alone, and beside copies in both
-    directions, with what these move then, in bytes/s."""
+    """What the host's memory gives the CPU optimizer: parameters/s alone, beside a running backward
+    that copies nothing, and beside copies in both directions, with what these move then, in
+    bytes/s."""
 
     alone: float
+    backward: float
     beside: float
     copied: float
 
@@ -65,55 +70,100 @@ class HostMemory:
         return (self.bytes_per_s - link_bytes_per_s) / BYTES_PER_PARAM
 
     def __str__(self) -> str:
+        of_memory = BYTES_PER_PARAM * self.backward / self.bytes_per_s
         return (
-            f"updates alone {self.alone / 1e9:.2f} Gparam/s, beside copies both ways "
+            f"updates alone {self.alone / 1e9:.2f} Gparam/s, beside a backward "
+            f"{self.backward / 1e9:.2f} ({of_memory:.0%} of memory), beside copies both ways "
             f"{self.beside / 1e9:.2f} and {self.copied / 1e9:.1f} GB/s of copies; "
             f"{self.bytes_per_s / 1e9:.0f} GB/s of host memory"
         )
 
 
 def host_memory() -> HostMemory:
-    """Measure it, with a thread a core."""
+    """Measure it, with a thread a core, in memory where the runtime has units."""
     kernel = AdamKernel(library(), len(os.sched_getaffinity(0)))
-    update = make_update()
+    update = make_update(in_slab())
+    run = partial(kernel.run, [update])
     try:
-        alone = 1e9 * rate(lambda: kernel.run([update]))
-        beside, copied = beside_copies(lambda: kernel.run([update]))
-        return HostMemory(alone=alone, beside=beside, copied=copied)
+        alone = 1e9 * rate(run)
+        copies, backward = Copies(), Backward()
+        rate_of_copies = beside(copies.run, run)
+        return HostMemory(
+            alone=alone,
+            backward=beside(backward.run, run).params_per_s,
+            beside=rate_of_copies.params_per_s,
+            copied=rate_of_copies.others_per_s * copies.num_bytes,
+        )
     finally:
         kernel.close()
 
 
-def beside_copies(update: Callable[[], object]) -> tuple[float, float]:
-    """Parameters/s of `update` while both directions of the link copy, and bytes/s that these
-    move."""
-    num_bytes = 2**28
-    device = [torch.empty(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    over, moved = threading.Event(), [0]
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Parameters/s of updates, and how often other work was done a second at the same time."""
 
-    def copy() -> None:
+    params_per_s: float
+    others_per_s: float
+
+
+def beside(other: Callable[[], None], update: Callable[[], object]) -> Beside:
+    """Rates of 20 updates while a thread does other work again and again."""
+    over, done = threading.Event(), [0]
+
+    def repeat() -> None:
         while not over.is_set():
-            with torch.cuda.stream(streams[0]):
-                device[0].copy_(host[0], non_blocking=True)
-            with torch.cuda.stream(streams[1]):
-                host[1].copy_(device[1], non_blocking=True)
-            torch.cuda.synchronize()
-            moved[0] += 2 * num_bytes
+            other()
+            done[0] += 1
 
-    thread = threading.Thread(target=copy)
+    other()
+    thread = threading.Thread(target=repeat)
     thread.start()
     try:
         update()
-        before, start, repeats = moved[0], time.perf_counter(), 20
+        before, start, repeats = done[0], time.perf_counter(), 20
         for _ in range(repeats):
             update()
-        seconds, copied = time.perf_counter() - start, moved[0] - before
+        seconds, others = time.perf_counter() - start, done[0] - before
     finally:
         over.set()
         thread.join()
-    return repeats * NUM_PARAMS / seconds, copied / seconds
+    return Beside(params_per_s=repeats * NUM_PARAMS / seconds, others_per_s=others / seconds)
+
+
+class Copies:
+    """256 MiB in both directions of the link at once."""
+
+    num_bytes = 2 * 2**28
+
+    def __init__(self) -> None:
+        half = self.num_bytes // 2
+        self._device = [torch.empty(half, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        self._host = [torch.empty(half, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def run(self) -> None:
+        with torch.cuda.stream(self._streams[0]):
+            self._device[0].copy_(self._host[0], non_blocking=True)
+        with torch.cuda.stream(self._streams[1]):
+            self._host[1].copy_(self._device[1], non_blocking=True)
+        torch.cuda.synchronize()
+
+
+class Backward:
+    """Backwards of a GPT block on 8 × 1024 tokens, launched op by op from Python."""
+
+    def __init__(self) -> None:
+        shape = Shape(layers=1, hidden=2560, heads=20)
+        self._block = Block(shape).to("cuda", torch.bfloat16)
+        size = (8, shape.sequence, shape.hidden)
+        rows = torch.randn(size, device="cuda", dtype=torch.bfloat16)
+        self._output = self._block(rows).sum()
+
+    def run(self) -> None:
+        for _ in range(4):
+            self._output.backward(retain_graph=True)
+        self._block.zero_grad()
+        torch.cuda.synchronize()
 
 
 Take = Callable[[torch.dtype], torch.Tensor]

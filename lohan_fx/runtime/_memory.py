@@ -6,6 +6,7 @@ are told; so the runtime calls libc.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -17,6 +18,9 @@ import torch
 ALIGNMENT = 4096
 """Bytes. O_DIRECT transfers, regions of the host slab and logical file ranges start and end
 at multiples of it."""
+
+HUGE_PAGE_BYTES = 2 << 20
+"""Of x86-64, and of Arm with pages of 4 KiB. Elsewhere memory is aligned to it, and as good."""
 
 _SHARED_PIECE_BYTES = 256 << 20
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -70,6 +74,38 @@ def map_anonymous(num_bytes: int) -> int:
     return base
 
 
+def map_for_device(num_bytes: int) -> int:
+    """Map zeroed memory that a device is to read and write, and return its address; OSError when
+    the system has none.
+
+    It is in huge pages where the system gives them to those who ask (`transparent_hugepage`:
+    "madvise" or "always"); shared memory has a switch of its own (`shmem_enabled`), which is off
+    nearly everywhere. They are why it is private: the CPU optimizer streams through gigabytes, and
+    does so faster beside the device's copies (benchmarks/gpu/LOG.md). A page that is copied on
+    write after a fork would leave the device with the old one, so forked children have nothing
+    here until `inherit`: they fault if they touch it.
+    """
+    base = reserve_addresses(num_bytes + HUGE_PAGE_BYTES)
+    address = -(-base // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    unmap(base, address - base)
+    unmap(address + num_bytes, base + HUGE_PAGE_BYTES - address)
+    try:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        _mmap(address, num_bytes, _READ_WRITE, flags, -1, 0)
+        _advise(address, num_bytes, mmap.MADV_DONTFORK)
+    except OSError:
+        unmap(address, num_bytes)
+        raise
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        _advise(address, num_bytes, mmap.MADV_HUGEPAGE)
+    return address
+
+
+def inherit(address: int, num_bytes: int) -> None:
+    """Let children that are forked from now on have memory of `map_for_device`, as a copy."""
+    _advise(address, num_bytes, mmap.MADV_DOFORK)
+
+
 def reserve_addresses(num_bytes: int) -> int:
     """Return the start of `num_bytes` of address space without memory, for `map_file_at`."""
     no_access = 0
@@ -98,7 +134,8 @@ def replace_pages(address: int, content: torch.Tensor) -> None:
 
 def unmap(address: int, num_bytes: int) -> None:
     """Undo any of the mappings above."""
-    _libc.munmap(address, num_bytes)
+    if num_bytes:
+        _libc.munmap(address, num_bytes)
 
 
 def forget_pages(tensor: torch.Tensor) -> None:
@@ -118,6 +155,12 @@ def tensor_over(address: int, num_bytes: int, release: Callable[[], None]) -> to
     array = (ctypes.c_uint8 * num_bytes).from_address(address)
     weakref.finalize(array, release).atexit = False
     return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> None:
+    if _libc.madvise(address, num_bytes, advice) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def _mmap(

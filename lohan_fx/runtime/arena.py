@@ -24,7 +24,9 @@ import torch
 from lohan_fx.errors import InsufficientMemoryError, StorageError, format_bytes
 from lohan_fx.runtime._memory import (
     ALIGNMENT,
+    inherit,
     map_anonymous,
+    map_for_device,
     round_up,
     tensor_over,
     unmap,
@@ -105,9 +107,9 @@ class PageLocker:
 class Arena:
     """A slab of host memory, page aligned, zeroed, resident from the start.
 
-    Views share the slab without a copy and keep its memory alive, also after `close`. The
-    memory is shared with forked children rather than copied on write, as transfers by DMA
-    demand.
+    Views share the slab without a copy and keep its memory alive, also after `close`. No page is
+    copied on write after a fork, as transfers by DMA demand: memory is shared with forked
+    children or, if `register` pins, not there for them before `close` (`map_for_device`).
 
     Args:
         num_bytes: size in bytes, more than 0; rounded up to `ALIGNMENT`.
@@ -138,11 +140,11 @@ class Arena:
         if self.num_bytes > have_bytes:
             raise _insufficient(self.num_bytes, have_bytes)
         try:
-            self._address = map_anonymous(self.num_bytes)
+            self._address = (map_for_device if self._pin else map_anonymous)(self.num_bytes)
         except OSError as error:
             raise _insufficient(self.num_bytes, have_bytes) from error
         release = functools.partial(
-            _release, self._locker, self._locked, self._address, self.num_bytes
+            _release, self._locker, self._locked, self._address, self.num_bytes, os.getpid()
         )
         self._slab: torch.Tensor | None = tensor_over(self._address, self.num_bytes, release)
         _touch(self._slab)
@@ -201,6 +203,8 @@ class Arena:
         GPU copies must have ended. The memory goes back to the system with the last view.
         """
         _unlock(self._locker, self._locked, self._address)
+        if self._slab is not None and self._pin:
+            inherit(self._address, self.num_bytes)
         self._slab = None
 
     def _check(self, offset: int, num_bytes: int) -> torch.Tensor:
@@ -460,6 +464,10 @@ def _unlock(locker: PageLocker, locked: dict[int, int], base: int) -> None:
         locker.unlock(base + offset)
 
 
-def _release(locker: PageLocker, locked: dict[int, int], base: int, num_bytes: int) -> None:
+def _release(
+    locker: PageLocker, locked: dict[int, int], base: int, num_bytes: int, pid: int
+) -> None:
+    if os.getpid() != pid:  # a forked child may have other things at these addresses
+        return
     _unlock(locker, locked, base)
     unmap(base, num_bytes)
