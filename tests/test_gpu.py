@@ -366,6 +366,43 @@ def test_device_memory_is_back_after_close(tmp_path: Path) -> None:
     assert torch.cuda.memory_stats()["requested_bytes.all.current"] <= before
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12 and later
+def test_data_loaders_fork_beside_training(tmp_path: Path) -> None:
+    """Their children lack the pinned memory; the device goes on with the pages that it has."""
+    rows = torch.utils.data.TensorDataset(torch.arange(6.0))
+
+    def losses(workers: int) -> list[float]:
+        torch.manual_seed(0)
+        model, inputs = make("mlp")
+        inputs = {k: on_gpu(v) for k, v in inputs.items()}
+        training = training_of("sgd", model)
+        made = lohan_fx.compile(
+            model,
+            hw=cpu_hardware(tmp_path, device_kind="cuda"),
+            optimizer=training.optimizer,
+            strategy=Squeezed("swap-all"),
+            states="host",
+            swap_to="host",
+            schedule="overlapped",
+        )
+        assert isinstance(made, LohanModule)
+        found = []
+        for _ in range(2):  # the second epoch's workers are forked when memory is pinned
+            loader = torch.utils.data.DataLoader(
+                rows, num_workers=workers, multiprocessing_context="fork" if workers else None
+            )
+            for (row,) in loader:
+                torch.manual_seed(0)
+                loss = loss_of("mlp", made(**inputs)) * (1 + row.item())
+                loss.backward()
+                training.step()
+                found.append(loss.item())
+        made.lohan.close()
+        return found
+
+    assert losses(2) == losses(0)
+
+
 def test_peak_is_the_planned_one(tmp_path: Path) -> None:
     """Requested bytes of a step of a 4-layer GPT, above what stays, within 1% of the plan's."""
     from transformers import GPT2Config, GPT2LMHeadModel
