@@ -124,7 +124,7 @@ def save(
     if compiled is not None:
         compiled.integrity.check_ended()
         compiled.integrity.check_whole()
-        compiled.take_over()  # masters are saved beside their parameters
+        compiled.take_over(uncounted=False)  # masters are saved beside their parameters
     tensors: dict[str, Tensor] = {}
     description: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     description["step"] = step

@@ -104,7 +104,12 @@ def one_row_of_data(run: Run) -> None:
     a_weight(run).data[1] = 0.5
 
 
-SEEN: dict[Any, Callable[[Run], None]] = {one_row_of_data: one_row}
+def one_row_taken_over(run: Run) -> None:
+    one_row_of_data(run)
+    run.model.lohan.take_over()
+
+
+SEEN: dict[Any, Callable[[Run], None]] = {one_row_of_data: one_row_taken_over}
 """What to do instead where there is a copy: it is not made anew of what nobody has counted."""
 
 

@@ -257,14 +257,15 @@ def step_in_mixed_precision(
     masters: nn.Module, compute: nn.Module, inputs: Mapping[str, Tensor], optimizer: Optimizer
 ) -> Tensor:
     """One step as a user would write it in bfloat16: copies of the masters run, and their gradients
-    become the masters'. Returns the loss."""
+    become the masters'. Returns the loss. (Frozen parameters have none.)"""
     with torch.no_grad():
         for p, c in zip(masters.parameters(), compute.parameters(), strict=True):
             c.copy_(p)
     loss: Tensor = compute(inputs["x"].bfloat16(), inputs["y"])
     loss.backward()
     for p, c in zip(masters.parameters(), compute.parameters(), strict=True):
-        assert c.grad is not None
-        p.grad, c.grad = c.grad.float(), None
+        assert (c.grad is not None) == p.requires_grad
+        if c.grad is not None:
+            p.grad, c.grad = c.grad.float(), None
     optimizer.step()
     return loss.detach()

@@ -210,13 +210,28 @@ class CompiledModel:
             key = self._lookup.signature(seen, args, kwargs)
             return self._lookup.program(args, kwargs, key)
 
-    def take_over(self) -> None:
-        """Take over what user code wrote into parameters, as forward does: masters have it then.
+    def take_over(self, *, uncounted: bool = True) -> None:
+        """Take over what user code wrote into parameters: the next forward reads it then.
+
+        Forward does so itself with what PyTorch counts (``copy_`` and other ops on a parameter,
+        ``nn.init``, ``load_state_dict``), with ``p.data = …``, and with parameters that another
+        optimizer trains. What else is written into ``p.data``, by NumPy, or by torch's fused
+        optimizers, nobody counts: in mixed precision forward goes on with compute copies of what
+        was there before, until the next update makes them anew (those of frozen parameters for
+        ever). Call this after such writes. It reads all weights, on SSDs, too.
+        (``torch.autograd.graph.increment_version(p)`` has PyTorch count one, and reads nothing.)
+
+        Args:
+            uncounted: look for such writes. Without, this does what forward does.
 
         Raises:
-            StepError: as forward, about parameters.
+            StepError: as forward, about parameters; or, if `uncounted`, as `sync`.
         """
-        take_over_parameters(self._programs, self._training, self._user.parameters())
+        with grad_mode_kept(), _outside_inference_mode():
+            take_over_parameters(self._programs, self._training, self._user.parameters())
+            if uncounted and self.memory is not None:
+                self.sync()
+                self.memory.states.compare()
 
     @torch.compiler.disable(reason=_COMPILED)  # type: ignore[untyped-decorator]
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,7 +241,8 @@ class CompiledModel:
     def sync(self) -> None:
         """Wait until parameters and optimizer states are those that the last step made.
 
-        Only late schedules leave any of that to the next step.
+        Only late schedules leave any of that to the next step. Call it before you read or write
+        parameters that you hold; what you write into their ``.data`` wants `take_over` behind it.
 
         Raises:
             StepError: backward has begun a step that optimizer.step() has not ended.

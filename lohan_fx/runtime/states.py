@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 from torch import Tensor, nn
 
+from lohan_fx._compat import versions_of
 from lohan_fx.annotate import StateLayout, UnitLayout
 from lohan_fx.errors import StepError, StorageError, format_bytes
 from lohan_fx.footprint import align
@@ -28,7 +29,7 @@ from lohan_fx.runtime.gradients import Gradients
 from lohan_fx.runtime.initial_state import pull_initial_state, release_state
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.ssd import StripedFile
-from lohan_fx.runtime.unit_states import UnitStates
+from lohan_fx.runtime.unit_states import UnitStates, addresses_of
 from lohan_fx.weights import Source
 from lohan_fx.workload import Unit
 
@@ -237,18 +238,21 @@ class ModelStates:
         """Take over what user code wrote into parameters since the last step.
 
         Writes through a parameter (``load_state_dict``, ``copy_``) are seen by its version
-        counter, replaced memory (``p.data = …``) by its address.
+        counter, replaced memory (``p.data = …``) by its address; others are not (`compare`).
 
         Args:
             behind: updates of the last step may still run.
 
         Raises:
-            StepError: something was written, and `behind`.
+            StepError: something was written that is not another optimizer's, and `behind`.
         """
+        if self._untouched():
+            return
         written = [(states, which) for states in self.units if (which := states.written())]
-        if written and behind:
+        ours = [states for states, which in written if not states.is_another_optimizers(which)]
+        if ours and behind:
             raise StepError(
-                f"parameters of {written[0][0].unit.name} were written while updates of the last "
+                f"parameters of {ours[0].unit.name} were written while updates of the last "
                 "step were running, and one of the two is lost: call model.lohan.sync() before "
                 "writing into parameters, or use schedule='serial' or 'optimized'"
             )
@@ -256,6 +260,23 @@ class ModelStates:
             states.take_over(which)
         if any(states.on_ssd for states, _ in written):
             self.flush()
+
+    def _untouched(self) -> bool:
+        """Whether nothing was written; asking unit by unit takes longer."""
+        parameters = [p for states in self.units for p in states.parameters]
+        return (
+            versions_of(parameters) == [v for states in self.units for v in states.versions]
+            and addresses_of(parameters) == [a for states in self.units for a in states.addresses]
+            and not any(s.may_be_written() for s in self.units if s.optimizer is None)
+        )
+
+    def compare(self) -> None:
+        """Take over what user code wrote where nobody counts: all weights are read. If there was
+        anything, a backward that is to come would not be that of its forward."""
+        for states in self.units:
+            if states.take_over(()):
+                self.generation += 1
+            self.flush(states)
 
     def move(self, states: UnitStates, arena: Arena | None, *, casts: bool = False) -> None:
         """Move a unit between device and host, between two steps: to `arena`, or the device, where

@@ -178,35 +178,53 @@ class UnitStates:
                 else:
                     p.data = part.memory
         self.versions = versions_of(self.parameters)
-        self.addresses = _addresses(self.parameters)
+        self.addresses = addresses_of(self.parameters)
 
     def written(self) -> list[int]:
-        """The parameters that user code wrote to, or gave other memory, since they were exposed."""
+        """The parameters that user code wrote to, or gave other memory, since they were exposed, or
+        may have."""
+        may = () if self.optimizer is not None else self.may_be_written()
         if (
-            versions_of(self.parameters) == self.versions
-            and _addresses(self.parameters) == self.addresses
+            not may
+            and versions_of(self.parameters) == self.versions
+            and addresses_of(self.parameters) == self.addresses
         ):
             return []
         return [
             i
             for i, p in enumerate(self.parameters)
-            if version_of(p) != self.versions[i] or self._is_moved(i)
+            if i in may or version_of(p) != self.versions[i] or self._is_moved(i)
         ]
+
+    def may_be_written(self) -> Collection[int]:
+        """The parameters, other than the unit's flats, that another optimizer trains: torch's fused
+        ones write where nobody counts, as those do that write into ``.data``."""
+        if self.visible is not None:
+            return ()
+        return {i for i, p in enumerate(self.parameters) if p.requires_grad}
+
+    def is_another_optimizers(self, written: Iterable[int]) -> bool:
+        """Whether a write to these parameters is an optimizer's that is not ours: no update of ours
+        changes them, and nothing reads them any more when they have their gradients."""
+        return self.optimizer is None and all(self.parameters[i].requires_grad for i in written)
 
     def _is_moved(self, i: int) -> bool:
         p, flat = self.parameters[i], self.visible
-        if flat is None or p.numel() == 0:
+        if p.numel() == 0:
             return False
+        if flat is None:
+            return self.addresses[i : i + 1] != [p.data_ptr()]
         address = flat.data_ptr() + self.layout.slices[i].offset * flat.element_size()
         return bool(p.data_ptr() != address or p.device != flat.device)
 
-    def take_over(self, written: Collection[int]) -> None:
+    def take_over(self, written: Collection[int]) -> bool:
         """Copy what user code wrote into the flats that it did not write into itself.
 
         Other parameters keep their masters, which are more than their compute copies, unless they
-        were written where nobody counts (``.data``).
+        were written where nobody counts (``.data``). Says whether there was anything to copy.
         """
         assert self.flats is not None
+        copied = False
         with torch.no_grad():
             for flat in self.flats.weights:
                 for i, view in enumerate(views_of(flat, self.layout.slices)):
@@ -214,10 +232,12 @@ class UnitStates:
                     if flat is self.visible:
                         differs = self._is_moved(i)
                     else:
-                        differs = i in written or not torch.equal(view.to(p), p)
+                        differs = i in written or not _agree(view, p)
                     if differs:
                         view.copy_(p)
+                        copied = True
         self.expose()
+        return copied
 
     def cast(self) -> Tensor:
         """A compute copy, cast from the master where that is."""
@@ -286,5 +306,13 @@ class UnitStates:
         # the second memory stays as it is: a state_dict() that somebody holds may look into it
 
 
-def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+def _agree(view: Tensor, p: Tensor) -> bool:
+    """Whether the one of less precision is the other's cast."""
+    if view.element_size() > p.element_size():
+        view, p = p, view
+    return torch.equal(view, p.to(view))
+
+
+def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Where their memory begins."""
     return [*map(Tensor.data_ptr, tensors)]

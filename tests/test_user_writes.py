@@ -1,0 +1,378 @@
+"""What user code writes into parameters between two steps in mixed precision, where forward reads
+compute copies: the next forward sees it, or the one behind `take_over`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lohan_fx.errors import StepError
+from lohan_fx.hardware import HardwareProfile
+from tests.casting import ALWAYS, HARD, KEPT, NEVER, units_of
+from tests.loops import assert_same, compiled
+from tests.training import (
+    WithCopies,
+    alternating,
+    identical,
+    remember_captures,
+    step_in_mixed_precision,
+)
+
+WIDTH = 8
+NUM_STEPS = 4
+
+
+class Net(nn.Module):
+    """One weight is used twice; a layer is frozen, and a part of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+        for p in (*self.layers[1].parameters(), self.layers[2].weight):
+            p.requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return nn.functional.cross_entropy(self.last(x), y)
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is traced once."""
+    remember_captures(monkeypatch, "what users write")
+
+
+def made(hw: HardwareProfile, **options: Any) -> tuple[Any, Net, torch.optim.Optimizer]:
+    net = weights()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    return compiled(net, optimizer, hw, **{"dtype": "bf16", **options}), net, optimizer
+
+
+def weights() -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return Net()
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(4, WIDTH, generator=random)
+    return {"x": x, "y": torch.randint(WIDTH, (4,), generator=random)}
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
+    loss = model(**batch(seed))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found: Tensor = loss.detach()
+    return found
+
+
+# -- writes ----------------------------------------------------------------------------------------
+
+
+def some(net: Net) -> list[nn.Parameter]:
+    """Of each kind; units have others, too."""
+    layers: Any = net.layers
+    return [net.last.weight, layers[0].weight, layers[1].bias, layers[2].weight, layers[2].bias]
+
+
+@torch.no_grad()
+def in_place(net: Net) -> None:
+    for p in some(net):
+        p.copy_(p * 1.5)
+
+
+@torch.no_grad()
+def elements(net: Net) -> None:
+    """As WGAN's clamping, of some elements."""
+    for p in some(net):
+        p.view(-1)[1::2].clamp_(-0.05, 0.05)
+
+
+def initialized(net: Net) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        for p in some(net):
+            nn.init.normal_(p)
+
+
+def by_an_optimizer(net: Net, *, fused: bool = False) -> None:
+    had = [p.grad for p in some(net)]
+    for p in some(net):
+        p.grad = torch.ones_like(p)
+    torch.optim.SGD(some(net), lr=0.1, fused=fused).step()
+    for p, grad in zip(some(net), had, strict=True):
+        p.grad = grad
+
+
+def by_inference(net: Net) -> None:
+    with torch.inference_mode():
+        torch._foreach_mul_(some(net), 1.5)
+
+
+def other_memory(net: Net) -> None:
+    for p in some(net):
+        p.data = p.detach() * 1.5
+
+
+def loaded(net: Net) -> None:
+    net.load_state_dict({name: v * 1.5 for name, v in net.state_dict().items()})
+
+
+def data(net: Net) -> None:
+    for p in some(net):
+        p.data.mul_(1.5)
+
+
+def by_a_fused_optimizer(net: Net) -> None:
+    """Nothing is counted there."""
+    by_an_optimizer(net, fused=True)
+
+
+def arrays(net: Net) -> None:
+    for p in some(net):
+        p.detach().numpy()[...] += 0.125
+
+
+Write = Callable[[Net], None]
+SEEN: list[Write] = [
+    in_place,
+    elements,
+    initialized,
+    by_an_optimizer,
+    by_inference,
+    other_memory,
+    loaded,
+]
+UNCOUNTED: list[Write] = [data, arrays, by_a_fused_optimizer]
+
+PLACES: dict[str, dict[str, Any]] = {
+    "host": {"states": "host"},
+    "device": {"strategy": KEPT},
+    "device, cast": {"strategy": HARD[0]},
+    "ssd": {"states": "ssd"},
+    "ssd, copies in host memory": {"states": "ssd", "strategy": WithCopies()},
+}
+
+
+def by_hand(write: Write) -> tuple[list[Tensor], Net, torch.optim.Optimizer]:
+    """Losses, and what is left, with a write after the second step."""
+    masters = weights()
+    compute = copy.deepcopy(masters).bfloat16()
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for seed in range(NUM_STEPS):
+        losses.append(step_in_mixed_precision(masters, compute, batch(seed), optimizer))
+        if seed == 1:
+            write(masters)
+    return losses, masters, optimizer
+
+
+def check(write: Write, place: str, hw: HardwareProfile, **options: Any) -> None:
+    """The same losses, weights and states, to the bit."""
+    wanted, masters, its = by_hand(write)
+    model, net, optimizer = made(hw, **PLACES[place], **options)
+    found = []
+    for seed in range(NUM_STEPS):
+        found.append(train(model, optimizer, seed))
+        if seed == 1:
+            model.lohan.sync()
+            write(net)
+            if write in UNCOUNTED:
+                model.lohan.take_over()
+    model.lohan.close()
+    assert all(map(identical, found, wanted))
+    assert not identical(wanted[2], by_hand(lambda _: None)[0][2])
+    assert_same(net, optimizer, masters, its)
+
+
+@pytest.mark.parametrize(("place", "write"), alternating([*PLACES], [*SEEN, *UNCOUNTED]))
+def test_the_next_forward_sees_it(place: str, write: Write, hw: HardwareProfile) -> None:
+    check(write, place, hw)
+
+
+@pytest.mark.parametrize("write", [other_memory, data])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "overlapped"},
+        {"schedule": "deferred", "clip_grad_norm": NEVER},
+        {"schedule": "speculative", "clip_grad_norm": NEVER},
+        {"schedule": "serial", "gradients": "kept"},
+    ],
+    ids=str,
+)
+def test_with_schedules(options: dict[str, Any], write: Write, hw: HardwareProfile) -> None:
+    check(write, "host", hw, **options)
+
+
+@pytest.mark.parametrize("write", [*SEEN, *UNCOUNTED])
+def test_evaluations_see_it(write: Write, hw: HardwareProfile) -> None:
+    """The first forward behind the write is no step."""
+    masters = weights()
+    write(masters)
+    with torch.no_grad():
+        given = batch(1)
+        wanted = masters.bfloat16()(given["x"].bfloat16(), given["y"])
+    model, net, _ = made(hw, states="host", forwards=2)
+    model.lohan.prepare(**batch(0))
+    write(net)
+    if write in UNCOUNTED:
+        model.lohan.take_over()
+    with torch.no_grad():
+        assert identical(model(**batch(1)), wanted)
+    model.lohan.close()
+
+
+# -- another optimizer -----------------------------------------------------------------------------
+
+
+class OfData(torch.optim.SGD):
+    """Written as many were."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-group["lr"])
+
+
+class Both:
+    """Each has some of a model's parameters."""
+
+    def __init__(self, net: Net, other: str, *, fused: bool | None = None) -> None:
+        layers: Any = net.layers
+        given = [net.first.bias, *layers[0].parameters()]
+        ids = {id(p) for p in given}
+        rest = [p for p in net.parameters() if id(p) not in ids]
+        self.ours = torch.optim.AdamW(rest, lr=1e-2, fused=fused)
+        options: dict[str, Any] = {"lr": 0.3}
+        cls = OfData if other == "data" else torch.optim.SGD
+        self.other = cls(given, **options, fused=other == "fused")
+
+    def step(self) -> None:
+        self.ours.step()
+        self.other.step()
+
+    def zero_grad(self) -> None:
+        self.ours.zero_grad()
+        self.other.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("place", "other", "schedule"),
+    alternating([*PLACES], ["counted", "fused", "data"], ["serial", "overlapped", "deferred"]),
+)
+def test_what_another_optimizer_trains(
+    place: str, other: str, schedule: str, hw: HardwareProfile
+) -> None:
+    """Seen without a call, and beside updates that run late."""
+    masters = weights()
+    compute = copy.deepcopy(masters).bfloat16()
+    its: Any = Both(masters, other, fused=True)
+    net = weights()
+    both: Any = Both(net, other)
+    model = compiled(net, both.ours, hw, dtype="bf16", schedule=schedule, **PLACES[place])
+    for seed in range(NUM_STEPS):
+        wanted = step_in_mixed_precision(masters, compute, batch(seed), its)
+        assert identical(train(model, both, seed), wanted)
+    model.lohan.close()
+    assert_same(net, both.ours, masters, its.ours)
+
+
+# -- parameters in the compute dtype ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["host", "device", "ssd, copies in host memory"])
+def test_masters_that_no_parameter_shows(place: str, hw: HardwareProfile) -> None:
+    """They become what was written; those of other parameters stay more than their copies."""
+    net = weights().bfloat16()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    model = compiled(net, optimizer, hw, dtype="bf16", **PLACES[place])
+    for seed in range(2):
+        train(model, optimizer, seed)
+    states = model.lohan.memory.states  # type: ignore[union-attr]
+
+    def masters() -> dict[str, Tensor]:
+        return {name: v.clone() for name, v in states.hidden_masters()}
+
+    before = masters()
+    data(net)
+    model.lohan.take_over()
+    after = masters()
+    parameters = dict(net.named_parameters())
+    written = {id(p) for p in some(net)}
+    assert {id(parameters[name]) for name in before} & written
+    for name, v in before.items():
+        p = parameters[name]
+        assert identical(after[name], p.float() if id(p) in written else v)
+        assert not identical(v, v.bfloat16().float())
+    train(model, optimizer, 2)
+    model.lohan.close()
+
+
+# -- what is no write ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("norm", [ALWAYS, NEVER])
+def test_updates_are_no_writes(place: str, norm: float, hw: HardwareProfile) -> None:
+    """Nothing is cast anew for them, nor by a call in vain."""
+    schedule = "speculative" if place == "host" else "deferred"
+    model, _, optimizer = made(hw, **PLACES[place], schedule=schedule, clip_grad_norm=norm)
+    model.lohan.prepare(**batch(0))
+    copies = [s.flats.compute for s in units_of(model) if s.flats and not s.casts]
+    for seed in range(3):
+        train(model, optimizer, seed)
+        model.lohan.sync()
+        assert not any(s.written() for s in units_of(model))
+        copies = [s.flats.compute for s in units_of(model) if s.flats]
+        before = [c._version for c in copies]
+        generation = model.lohan.memory.states.generation
+        model.lohan.take_over()
+        assert before == [c._version for c in copies]
+        assert generation == model.lohan.memory.states.generation
+    model.lohan.close()
+
+
+# -- when it is refused ----------------------------------------------------------------------------
+
+
+def test_between_forward_and_backward(hw: HardwareProfile) -> None:
+    """Backward would read other copies than its forward did."""
+    model, net, optimizer = made(hw, states="host")
+    train(model, optimizer, 0)
+    loss = model(**batch(1))
+    model.lohan.take_over()
+    loss.backward()
+    optimizer.step()
+    loss = model(**batch(2))
+    data(net)
+    model.lohan.take_over()
+    with pytest.raises(StepError, match="weights were updated or loaded between"):
+        loss.backward()
+    train(model, optimizer, 2)
+    model.lohan.close()
+
+
+def test_between_backward_and_step(hw: HardwareProfile) -> None:
+    model, _, optimizer = made(hw, states="host")
+    model.lohan.take_over()  # there is nothing yet
+    model(**batch(0)).backward()
+    with pytest.raises(StepError, match=r"call optimizer\.step\(\) first"):
+        model.lohan.take_over()
+    optimizer.step()
+    model.lohan.take_over()
+    model.lohan.close()
