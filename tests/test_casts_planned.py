@@ -370,6 +370,9 @@ def slow_cpu(**changes: Any) -> HardwareProfile:
 DEEP = gpt_workload(layers=12, hidden=256, batch=8, masters=True)
 
 
+LARGE_BATCH = gpt_workload(layers=2, hidden=64, batch=256, seq=64, masters=True)
+
+
 def tight_for(workload: Workload, part: float) -> MemoryBudget:
     """A part of all states on the device, and some more for what is computed."""
     states = sum(u.compute_bytes + u.state_bytes for u in workload.units)
@@ -448,6 +451,12 @@ def test_units_that_are_on_the_device_anyway_cast_where_that_is_all_it_gains() -
     assert plan.count("keep") < len(DEEP.residuals)
     with pytest.raises(InsufficientMemoryError) as error:
         make_plan("lohan-resident", DEEP, slow, tight_for(DEEP, 0.5), options)
+    with pytest.raises(InsufficientMemoryError) as whole:
+        make_plan("pareto", DEEP, slow, tight_for(DEEP, 0.5), options)
+    advice = " Give the plan more device memory, or let states be elsewhere, too (states='auto')."
+    assert whole.value.advice.endswith(advice)  # no batch is small enough
+    with pytest.raises(InsufficientMemoryError, match="memory or a smaller batch, or let states"):
+        make_plan("pareto", LARGE_BATCH, slow, tight_for(LARGE_BATCH, 0.95), options)
     least = sum(u.state_bytes for u in DEEP.units)
     copies = sum(u.compute_bytes for u in DEEP.units)
     assert least < error.value.need_bytes < least + copies
