@@ -21,7 +21,7 @@ from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners import PlannerOptions, make_plan
-from lohan_fx.refinement import RECORDED_STEPS, corrected, running_share
+from lohan_fx.refinement import RECORDED_STEPS, Outcome, corrected, running_share
 from lohan_fx.simulate import simulate
 from lohan_fx.timeline import Span, Timeline
 from lohan_fx.workload import Workload
@@ -400,10 +400,24 @@ def test_a_rate_that_is_far_off_is_not_believed() -> None:
 def test_the_module_says_what_it_was(tmp_path: Path) -> None:
     model, _ = trained(tmp_path, Turns(("swap-all", "host"), ("keep-all", "device")))
     assert model.lohan.refined is not None
-    assert "another, which replaces it" in model.lohan.refined.text()
+    text = model.lohan.refined.text()
+    assert "another, which replaces it" in text
+    assert "Both are predictions, of one forward, backward and its updates" in text
     assert isinstance(model, nn.Module)
     assert "refined" in model.report()
     model.lohan.close()
+
+
+def test_what_is_predicted_is_said_to_be_that() -> None:
+    """Users compare it with the time of their steps; a plan that stays has one figure."""
+    stays = Outcome(before_s=0.25, after_s=0.25, moved=(), seconds=1.0).text()
+    assert "the simulator predicts 0.25 s a step" in stays
+    assert "This is a prediction, of one forward" in stays
+    assert "faster by more than 2%: the plan stays" in stays
+    changed = Outcome(before_s=2e-4, after_s=1.5e-4, moved=("h0",), seconds=1.0).text()
+    assert "0.0002 s a step of the first plan and 0.00015 s of another" in changed
+    assert "1 unit elsewhere" in changed
+    assert "not times of steps that ran" in changed
 
 
 def test_ops_are_not_slower_together_than_they_run() -> None:
