@@ -77,8 +77,8 @@ class Outcome:
         if not self.changed:
             return (
                 f"{found}{self.before_s:.4g} s a step, and no other plan that is faster by more "
-                f"than {MIN_GAIN:.0%}: the plan stays. This is a prediction, {what}, not the time of a "
-                "step that ran"
+                f"than {MIN_GAIN:.0%}: the plan stays. This is a prediction, {what}, not the time "
+                "of a step that ran"
             )
         units = "1 unit" if len(self.moved) == 1 else f"{len(self.moved)} units"
         moved = f", {units} elsewhere or with other copies" if self.moved else ""
