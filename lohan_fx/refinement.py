@@ -115,6 +115,8 @@ class Refinement:
             self._executor, self._step, self._timer, self._recorder = executor, 0, None, None
             self._num_recorded = 0
         self._step += begins
+        if self._recorder is not None and lanes.recorder is not self._recorder:
+            self._recorder = None  # the user has recorded instead: ours lacks a step, or its part
         if self._timer is not None and executor.timer is self._timer:
             executor.timer = None
         if self._step == TIMED_STEP and self._timer is None and executor.timer is None:

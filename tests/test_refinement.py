@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from dataclasses import replace
@@ -313,6 +314,21 @@ def test_nothing_is_refined_by_default_on_a_cpu_or_while_the_user_measures(tmp_p
             assert_identical(step("gpt2", made, inputs, seed, training.step), wanted[seed])
     assert made.lohan.refined is None
     assert recorder.timeline("mine").spans
+    made.lohan.close()
+
+
+@pytest.mark.usefixtures("judged")
+@pytest.mark.parametrize("measured", RECORDED_STEPS)
+def test_a_step_that_the_user_records_ends_the_refinement(tmp_path: Path, measured: int) -> None:
+    """One of the two that were to be recorded would be missing."""
+    made, inputs, training = refined_mlp(tmp_path)
+    for index in range(RECORDED_STEPS[-1] + 2):
+        with made.lohan.record() if index + 1 == measured else contextlib.nullcontext():
+            step("mlp", made, inputs, index, training.step)
+    assert made.lohan.refined is None
+    assert len(made.lohan.options.strategy.profiles) == 1  # type: ignore[union-attr]
+    assert made.lohan.memory is not None
+    assert made.lohan.memory.lanes.recorder is None
     made.lohan.close()
 
 
