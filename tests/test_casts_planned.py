@@ -422,6 +422,11 @@ def test_units_that_are_on_the_device_anyway_cast_where_they_must(strategy: str)
         check(DEEP, plan, limit)
         assert {u.tier for u in plan.units.values()} == {"device"}
         found.append(len(cast_units(plan)))
+        if strategy == "lohan-resident":
+            assert plan.notes[0] == (
+                "14 of 14 units are resident on the device, as states='device' has it, "
+                f"{found[-1]} keep no compute copy"
+            )
         with pytest.raises(InsufficientMemoryError):
             make_plan(strategy, DEEP, hw, limit, replace(options, fixed_casts=()))
     assert len(DEEP.units) > found[0] > found[1] > 0

@@ -75,17 +75,13 @@ class _Counts:
         made = self.found[count, parked]
         if made is None:
             return None
-        note = self._note(count, parked)
-        return replace(made[1], notes=(note, *made[1].notes)) if note else made[1]
-
-    def _note(self, count: int, parked: int) -> str:
         note = f"{count} of {len(self.workload.units)} units are resident: those whose gradients "
         note += "come last"
         if self.casts:
             note += "; they keep no compute copies"
         if parked:
             note += f"; gradients of {parked} of them wait in host memory"
-        return note
+        return replace(made[1], notes=(note, *made[1].notes))
 
     def search(self, low: int) -> int:
         """The best count of at least `low`: like bisection, around the best of three points."""
@@ -150,13 +146,17 @@ class _Casting(_Counts):
     def most(self) -> int:
         return len(self.order)
 
-    def _note(self, count: int, parked: int) -> str:
-        if not count:
-            return ""
-        return (
-            f"{count} of {len(self.workload.units)} units, all on the device, keep no compute "
-            "copies: those whose gradients come last"
-        )
+    def plan(self, count: int, parked: int = 0) -> Plan | None:
+        """The plan, with a note that says how many keep no copies."""
+        self.seconds(count, parked)
+        made = self.found[count, parked]
+        if made is None:
+            return None
+        here = sum(unit.tier == "device" for unit in made[1].units.values())
+        note = f"{here} of {len(self.workload.units)} units are resident on the device, as "
+        note += f"states={self.options.states!r} has it"
+        note += f", {count} keep no compute copy" if count else ""
+        return replace(made[1], notes=(note, *made[1].notes))
 
     def gains(self) -> bool:
         """Whether there is memory to gain from copies: something is not kept, and without any it
