@@ -138,35 +138,6 @@ class _Counts:
         return step_seconds(self.workload, plan, self.hw), plan
 
 
-class _Casting(_Counts):
-    """Plans by the number of units without compute copies, of those that are on the device whatever
-    is chosen."""
-
-    @cached_property
-    def most(self) -> int:
-        return len(self.order)
-
-    def plan(self, count: int, parked: int = 0) -> Plan | None:
-        """The plan, with a note that says how many keep no copies."""
-        self.seconds(count, parked)
-        made = self.found[count, parked]
-        if made is None:
-            return None
-        here = sum(unit.tier == "device" for unit in made[1].units.values())
-        note = f"{here} of {len(self.workload.units)} units are resident on the device, as "
-        note += f"states={self.options.states!r} has it"
-        note += f", {count} keep no compute copy" if count else ""
-        return replace(made[1], notes=(note, *made[1].notes))
-
-    def gains(self) -> bool:
-        """Whether there is memory to gain from copies: something is not kept, and without any it
-        fits."""
-        made = self.plan(0)
-        if made is not None and made.count("keep") == len(self.workload.residuals):
-            return False
-        return self.seconds(self.most) < math.inf
-
-
 def plan_resident(
     workload: Workload, hw: HardwareProfile, budget: MemoryBudget, options: PlannerOptions
 ) -> Plan:
@@ -210,6 +181,35 @@ def plans_around(
     if parks and options.fixed_parked is None:
         wanted.insert(0, counts.park(best))
     return _those_that_fit(counts, best, wanted, distance, errors)
+
+
+class _Casting(_Counts):
+    """Plans by the number of units without compute copies, of those that are on the device whatever
+    is chosen."""
+
+    @cached_property
+    def most(self) -> int:
+        return len(self.order)
+
+    def plan(self, count: int, parked: int = 0) -> Plan | None:
+        """The plan, with a note that says how many keep no copies."""
+        self.seconds(count, parked)
+        made = self.found[count, parked]
+        if made is None:
+            return None
+        here = sum(unit.tier == "device" for unit in made[1].units.values())
+        note = f"{here} of {len(self.workload.units)} units are resident on the device, as "
+        note += f"states={self.options.states!r} has it"
+        note += f", {count} keep no compute copy" if count else ""
+        return replace(made[1], notes=(note, *made[1].notes))
+
+    def gains(self) -> bool:
+        """Whether there is memory to gain from copies: something is not kept, and without any it
+        fits."""
+        made = self.plan(0)
+        if made is not None and made.count("keep") == len(self.workload.residuals):
+            return False
+        return self.seconds(self.most) < math.inf
 
 
 def _plans_casting(counts: _Casting, distance: int) -> list[Plan]:
