@@ -5,6 +5,7 @@
     save(model, directory), load(…)             a checkpoint, streamed and atomic
     plan(model, inputs, hw=)                    plans and simulates a step, without the machine
     ablate(model, inputs, hw=)                  compares strategies
+    LohanError                                  base class of all that they raise on purpose
 
 Importing the package's torch-free parts (`lohan_fx.planners`, `lohan_fx.hardware`, …) does not
 import torch.
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
     from lohan_fx.ablation import ablate
     from lohan_fx.api import compile
     from lohan_fx.checkpoint import latest, load, save
+    from lohan_fx.errors import (
+        CaptureError,
+        CheckpointError,
+        HardwareError,
+        InsufficientMemoryError,
+        LohanError,
+        PlanError,
+        StepError,
+        StorageError,
+        UnsupportedOptimizerError,
+    )
     from lohan_fx.hardware import HardwareProfile, MemoryBudget
     from lohan_fx.plan import Plan
     from lohan_fx.planning import plan
@@ -32,6 +44,15 @@ _HOMES = {
     "latest": "lohan_fx.checkpoint",
     "load": "lohan_fx.checkpoint",
     "save": "lohan_fx.checkpoint",
+    "CaptureError": "lohan_fx.errors",
+    "CheckpointError": "lohan_fx.errors",
+    "HardwareError": "lohan_fx.errors",
+    "InsufficientMemoryError": "lohan_fx.errors",
+    "LohanError": "lohan_fx.errors",
+    "PlanError": "lohan_fx.errors",
+    "StepError": "lohan_fx.errors",
+    "StorageError": "lohan_fx.errors",
+    "UnsupportedOptimizerError": "lohan_fx.errors",
     "HardwareProfile": "lohan_fx.hardware",
     "MemoryBudget": "lohan_fx.hardware",
     "Plan": "lohan_fx.plan",
@@ -40,9 +61,18 @@ _HOMES = {
 }
 
 __all__ = [
+    "CaptureError",
+    "CheckpointError",
+    "HardwareError",
     "HardwareProfile",
+    "InsufficientMemoryError",
+    "LohanError",
     "MemoryBudget",
     "Plan",
+    "PlanError",
+    "StepError",
+    "StorageError",
+    "UnsupportedOptimizerError",
     "ablate",
     "compile",
     "latest",

@@ -60,6 +60,10 @@ def format_bytes(num_bytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+_SHOWN = 8
+"""Parts of a peak that an error lists; of the others it says how many they are."""
+
+
 class InsufficientMemoryError(LohanError):
     """No plan of the chosen strategy fits a tier.
 
@@ -94,7 +98,10 @@ class InsufficientMemoryError(LohanError):
         lines = [f"not enough {tier} memory: need {need}, have {have} (peak at {where})"]
         if at_peak:
             lines.append("resident at the peak, largest first:")
-            lines += [f"  {format_bytes(size):>12}  {name}" for name, size in self.at_peak[:8]]
+            lines += [f"  {format_bytes(size):>12}  {name}" for name, size in self.at_peak[:_SHOWN]]
+            if rest := self.at_peak[_SHOWN:]:
+                size = format_bytes(sum(size for _, size in rest))
+                lines.append(f"  {size:>12}  and {len(rest)} more, together")
         if advice:
             lines.append(advice)
         super().__init__("\n".join(lines))

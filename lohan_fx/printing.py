@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lohan_fx._compat import LazyGraphModule
-from lohan_fx.annotate import is_getitem
+from lohan_fx.annotate import is_getitem, storage_bytes
 from lohan_fx.errors import LohanError, format_bytes
 from lohan_fx.joint_graph import op_name
 
@@ -96,7 +96,8 @@ class ProgramModule(LazyGraphModule):
             mark: Mark | None = node.meta.get("lohan")
             label, color = node.name, "lightgrey"
             if mark is not None and not mark.part:
-                size = f"\n{format_bytes(mark.num_bytes)}" if mark.num_bytes else ""
+                num_bytes = _bytes(node, mark)
+                size = f"\n{format_bytes(num_bytes)}" if num_bytes else ""
                 label = f"{mark.kind}\n{mark.name}\n{mark.tier}{size}"
                 color = _COLORS[mark.kind]
             dot.add_node(pydot.Node(name, label=label, style="filled", fillcolor=color))
@@ -173,7 +174,8 @@ def _op_lines(
 
 
 def _marked_lines(node: fx.Node, mark: Mark) -> Iterator[str]:
-    size = f" {format_bytes(mark.num_bytes)}" if mark.num_bytes else ""
+    num_bytes = _bytes(node, mark)
+    size = f" {format_bytes(num_bytes)}" if num_bytes else ""
     tensors = ", ".join(_argument(a, {}) for a in node.args if isinstance(a, fx.Node))
     call, comment = f"{mark.kind}({tensors})", ""
     if mark.kind == "offload":
@@ -183,8 +185,8 @@ def _marked_lines(node: fx.Node, mark: Mark) -> Iterator[str]:
     elif mark.kind in ("release", "wait"):
         comment = f"slot {mark.key}"
     elif mark.kind == "fetch_unit":
-        source = f"{mark.tier}{size}" if mark.tier != "device" else "master"
-        call = f"fetch_unit({mark.name}) <- {source}"
+        source = mark.tier if mark.tier != "device" else "master"
+        call = f"fetch_unit({mark.name}) <- {source}{size}"
     elif mark.kind == "wait_unit":
         comment = mark.name
     elif mark.kind == "host_view":
@@ -197,6 +199,12 @@ def _marked_lines(node: fx.Node, mark: Mark) -> Iterator[str]:
         call = f"{mark.kind}({mark.name}: {gradients})"
         call += f" -> {mark.tier}{size}" if mark.kind != "release_gradients" else ""
     yield from _lines("  ", f"{_assigned(node, {})} = {call}", comment)
+
+
+def _bytes(node: fx.Node, mark: Mark) -> int:
+    """What a move takes along; of a cast, which moves nothing, the copy that it makes."""
+    casts = mark.kind == "fetch_unit" and mark.tier == "device"
+    return storage_bytes(node.meta["val"]) if casts else mark.num_bytes
 
 
 def _region_lines(rewrite: Rewrite, node: fx.Node) -> Iterator[str]:

@@ -646,6 +646,6 @@ def residency(program: Program) -> Residency:
         peak_bytes=peak,
         peak_index=k,
         peak_name=steps[peak_step][1].name if peak_step >= 0 else "start",
-        at_peak=tuple(largest[:64]),
+        at_peak=tuple(largest),
         series=tuple(series),
     )

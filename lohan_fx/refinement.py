@@ -55,7 +55,8 @@ class Outcome:
     """What became of it.
 
     Attributes:
-        before_s, after_s: predicted seconds a step, of the first plan and of the one that is used.
+        before_s, after_s: predicted seconds a step, of the first plan and of the one that is used:
+            both by the simulator, with what was measured. Neither is the time of a real step.
         moved: names of units that live in another tier since, or keep a compute copy, or no longer.
         seconds: what planning and changing took.
     """
@@ -70,14 +71,21 @@ class Outcome:
         return self.after_s < self.before_s
 
     def text(self) -> str:
-        """One sentence for people."""
+        """For people, who compare what they read with their clock: neither figure is of one."""
+        found = "with what the first steps measured, the simulator predicts "
+        what = "of one forward, backward and its updates"
         if not self.changed:
-            return f"measured seconds predict {self.before_s:.3f} s a step: the plan stays"
-        moved = f", {len(self.moved)} units elsewhere or with other copies" if self.moved else ""
+            return (
+                f"{found}{self.before_s:.4g} s a step, and no other plan that is faster by more "
+                f"than {MIN_GAIN:.0%}: the plan stays. This is a prediction, {what}, not the time "
+                "of a step that ran"
+            )
+        units = "1 unit" if len(self.moved) == 1 else f"{len(self.moved)} units"
+        moved = f", {units} elsewhere or with other copies" if self.moved else ""
         return (
-            f"measured seconds predict {self.before_s:.3f} s a step of the first plan and "
-            f"{self.after_s:.3f} s of another, which replaces it{moved} (took {self.seconds:.1f} "
-            "s; refine=False keeps the first plan)"
+            f"{found}{self.before_s:.4g} s a step of the first plan and {self.after_s:.4g} s of "
+            f"another, which replaces it{moved} (took {self.seconds:.1f} s; refine=False keeps the "
+            f"first plan). Both are predictions, {what}, not times of steps that ran"
         )
 
 
@@ -107,6 +115,8 @@ class Refinement:
             self._executor, self._step, self._timer, self._recorder = executor, 0, None, None
             self._num_recorded = 0
         self._step += begins
+        if self._recorder is not None and lanes.recorder is not self._recorder:
+            self._recorder = None  # the user has recorded instead: ours lacks a step, or its part
         if self._timer is not None and executor.timer is self._timer:
             executor.timer = None
         if self._step == TIMED_STEP and self._timer is None and executor.timer is None:

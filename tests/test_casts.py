@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lohan_fx.api import LohanModule
-from lohan_fx.errors import PlanError
+from lohan_fx.errors import PlanError, format_bytes
 from lohan_fx.footprint import cast_units
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Tier
@@ -371,7 +371,10 @@ def test_casts_are_printed(hw: HardwareProfile) -> None:
     text = str(run.model.graph)
     for x in program.instructions.instructions:
         if x.kind == "fetch_unit":
-            assert f"= fetch_unit({x.name}) <- master\n" in text
+            size = format_bytes(
+                sum(size for _, size in x.births)
+            )  # of the copy, as of a fetched one
+            assert f"= fetch_unit({x.name}) <- master {size}\n" in text
     assert text.count("<- master") == sum(len(u.windows) for u in program.plan.units.values()) > 0
     run.close()
 

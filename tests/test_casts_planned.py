@@ -370,6 +370,9 @@ def slow_cpu(**changes: Any) -> HardwareProfile:
 DEEP = gpt_workload(layers=12, hidden=256, batch=8, masters=True)
 
 
+LARGE_BATCH = gpt_workload(layers=2, hidden=64, batch=256, seq=64, masters=True)
+
+
 def tight_for(workload: Workload, part: float) -> MemoryBudget:
     """A part of all states on the device, and some more for what is computed."""
     states = sum(u.compute_bytes + u.state_bytes for u in workload.units)
@@ -406,6 +409,62 @@ def test_nothing_is_cast_that_gains_nothing() -> None:
     hw = small_hardware(cpu_optimizer_params_per_s=1e12, device_bytes_per_s=1e9)
     for strategy in ("lohan-resident", "pareto"):
         assert not cast_units(make_plan(strategy, DEEP, hw, tight_for(DEEP, 0.7)))
+
+
+@pytest.mark.parametrize("strategy", ["lohan-resident", "pareto"])
+def test_units_that_are_on_the_device_anyway_cast_where_they_must(strategy: str) -> None:
+    """All states are to be there: as many keep no copies as it takes to fit, and no more."""
+    hw, options = slow_cpu(), PlannerOptions(states="device")
+    found = []
+    for part in (0.9, 0.97):
+        limit = tight_for(DEEP, part)
+        plan = make_plan(strategy, DEEP, hw, limit, options)
+        check(DEEP, plan, limit)
+        assert {u.tier for u in plan.units.values()} == {"device"}
+        found.append(len(cast_units(plan)))
+        if strategy == "lohan-resident":
+            assert plan.notes[0] == (
+                "14 of 14 units are resident on the device, as states='device' has it, "
+                f"{found[-1]} keep no compute copy"
+            )
+        with pytest.raises(InsufficientMemoryError):
+            make_plan(strategy, DEEP, hw, limit, replace(options, fixed_casts=()))
+    assert len(DEEP.units) > found[0] > found[1] > 0
+
+
+@pytest.mark.parametrize(("schedule", "part"), [("optimized", 1.1), ("deferred", 1.13)])
+def test_units_that_are_on_the_device_anyway_cast_where_that_saves_recomputation(
+    schedule: Schedule, part: float
+) -> None:
+    hw = small_hardware(device_bytes_per_s=1e13)  # casts are cheap
+    limit, options = tight_for(DEEP, part), PlannerOptions(states="device", schedule=schedule)
+    plan = make_plan("lohan-resident", DEEP, hw, limit, options)
+    kept = make_plan("lohan-resident", DEEP, hw, limit, replace(options, fixed_casts=()))
+    check(DEEP, plan, limit)
+    assert cast_units(plan)
+    assert plan.count("keep") > kept.count("keep")
+    assert step_seconds(DEEP, plan, hw) < 0.99 * step_seconds(DEEP, kept, hw)
+
+
+def test_units_that_are_on_the_device_anyway_cast_where_that_is_all_it_gains() -> None:
+    """Not where everything is kept, nor where casts are slow, nor where nothing fits at all."""
+    options = PlannerOptions(states="device")
+    assert not cast_units(make_plan("lohan-resident", DEEP, slow_cpu(), budget(), options))
+    slow = small_hardware(device_bytes_per_s=1e9)
+    plan = make_plan("lohan-resident", DEEP, slow, tight_for(DEEP, 1.1), options)
+    assert not cast_units(plan)
+    assert plan.count("keep") < len(DEEP.residuals)
+    with pytest.raises(InsufficientMemoryError) as error:
+        make_plan("lohan-resident", DEEP, slow, tight_for(DEEP, 0.5), options)
+    with pytest.raises(InsufficientMemoryError) as whole:
+        make_plan("pareto", DEEP, slow, tight_for(DEEP, 0.5), options)
+    advice = " Give the plan more device memory, or let states be elsewhere, too (states='auto')."
+    assert whole.value.advice.endswith(advice)  # no batch is small enough
+    with pytest.raises(InsufficientMemoryError, match="memory or a smaller batch, or let states"):
+        make_plan("pareto", LARGE_BATCH, slow, tight_for(LARGE_BATCH, 0.95), options)
+    least = sum(u.state_bytes for u in DEEP.units)
+    copies = sum(u.compute_bytes for u in DEEP.units)
+    assert least < error.value.need_bytes < least + copies
 
 
 def obeying() -> list[str | Planner]:

@@ -12,6 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import lohan_fx
+from lohan_fx import errors
 from lohan_fx.cli import app
 from lohan_fx.errors import HardwareError
 from lohan_fx.hardware import HardwareProfile
@@ -108,6 +109,26 @@ def test_python_m_is_the_command_line() -> None:
 def test_the_package_lists_what_it_imports_on_first_use() -> None:
     assert set(lohan_fx.__all__) <= set(dir(lohan_fx))
     assert "    compile" in str(lohan_fx.__doc__)
+
+
+def test_errors_have_the_names_that_users_catch() -> None:
+    """Of the package itself, as what raises them; one of a bug is caught as the others are."""
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.LohanError):
+            assert issubclass(kind, lohan_fx.LohanError)
+            if kind is not errors.VerificationError:
+                assert getattr(lohan_fx, name) is kind
+                assert name in lohan_fx.__all__
+
+
+def test_a_shortage_says_what_it_does_not_list() -> None:
+    def lines(count: int) -> list[str]:
+        parts = [(f"part{k}", 1024) for k in range(count)]
+        error = errors.InsufficientMemoryError("device", 2**20, 1, where="here", at_peak=parts)
+        return str(error).splitlines()
+
+    assert lines(8)[-1] == "      1.00 KiB  part7"
+    assert lines(11)[-2:] == [lines(8)[-1], "      3.00 KiB  and 3 more, together"]
 
 
 def test_report_of_a_plan(plan_file: Path) -> None:

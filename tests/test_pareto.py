@@ -528,6 +528,7 @@ def test_infeasible_names_the_smallest_budget(seed: int) -> None:
     assert error.have_bytes == 1000
     assert error.at_peak
     assert "smallest need" in str(error)
+    assert error.advice.endswith("Give the plan more device memory or a smaller batch.")
     enough = replace(tight, device_bytes=error.need_bytes)
     check(workload, Pareto().solve(workload, hw, enough)[0], enough)
     less = replace(tight, device_bytes=error.need_bytes - 1)

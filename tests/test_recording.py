@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from lohan_fx.api import LohanModule
 from lohan_fx.errors import StepError
 from lohan_fx.hardware import SsdDevice
 from lohan_fx.simulate import simulate
-from lohan_fx.timeline import SSD_WRITES, Timeline
+from lohan_fx.timeline import SSD_WRITES, Timeline, load_trace
 from tests.models import loss_of, make
 from tests.workloads import small_hardware
 
@@ -153,3 +154,23 @@ def test_timed_steps_are_the_same_steps(tmp_path: Path, strategy: str) -> None:
     assert simulate(measured, timed.plan, timed.lohan.options.hw).step_s >= total > 0
     plain.lohan.close()
     timed.lohan.close()
+
+
+def test_the_example_of_the_documentation_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    profile = small_hardware(device_kind="cpu", ssd=False)
+    monkeypatch.setattr("lohan_fx.profiling.profile_hardware", lambda **_: profile)
+    text = (Path(__file__).parents[1] / "docs" / "simulator.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(text.partition("```python\n")[2].partition("```")[0], names)
+    names["model"].lohan.close()
+    shown = capsys.readouterr().out
+    for row in ("fetch_unit", "prefetch", "emit_gradients", "update"):  # as the text shows them
+        assert f" {row} " in shown
+        assert f" {row} " in text
+    assert "recorded: step" in shown
+    simulated, recorded = load_trace("step.json")
+    assert (simulated.name, recorded.name) == ("simulated lohan", "recorded")
+    assert simulated.traffic == recorded.traffic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from dataclasses import replace
@@ -21,7 +22,7 @@ from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners import PlannerOptions, make_plan
-from lohan_fx.refinement import RECORDED_STEPS, corrected, running_share
+from lohan_fx.refinement import RECORDED_STEPS, Outcome, corrected, running_share
 from lohan_fx.simulate import simulate
 from lohan_fx.timeline import Span, Timeline
 from lohan_fx.workload import Workload
@@ -317,6 +318,21 @@ def test_nothing_is_refined_by_default_on_a_cpu_or_while_the_user_measures(tmp_p
 
 
 @pytest.mark.usefixtures("judged")
+@pytest.mark.parametrize("measured", RECORDED_STEPS)
+def test_a_step_that_the_user_records_ends_the_refinement(tmp_path: Path, measured: int) -> None:
+    """One of the two that were to be recorded would be missing."""
+    made, inputs, training = refined_mlp(tmp_path)
+    for index in range(RECORDED_STEPS[-1] + 2):
+        with made.lohan.record() if index + 1 == measured else contextlib.nullcontext():
+            step("mlp", made, inputs, index, training.step)
+    assert made.lohan.refined is None
+    assert len(made.lohan.options.strategy.profiles) == 1  # type: ignore[union-attr]
+    assert made.lohan.memory is not None
+    assert made.lohan.memory.lanes.recorder is None
+    made.lohan.close()
+
+
+@pytest.mark.usefixtures("judged")
 def test_other_inputs_in_between_start_the_measurement_again(tmp_path: Path) -> None:
     made, inputs, training = refined_mlp(tmp_path)
     short = {k: v[:1] if isinstance(v, torch.Tensor) and v.dim() else v for k, v in inputs.items()}
@@ -400,10 +416,24 @@ def test_a_rate_that_is_far_off_is_not_believed() -> None:
 def test_the_module_says_what_it_was(tmp_path: Path) -> None:
     model, _ = trained(tmp_path, Turns(("swap-all", "host"), ("keep-all", "device")))
     assert model.lohan.refined is not None
-    assert "another, which replaces it" in model.lohan.refined.text()
+    text = model.lohan.refined.text()
+    assert "another, which replaces it" in text
+    assert "Both are predictions, of one forward, backward and its updates" in text
     assert isinstance(model, nn.Module)
     assert "refined" in model.report()
     model.lohan.close()
+
+
+def test_what_is_predicted_is_said_to_be_that() -> None:
+    """Users compare it with the time of their steps; a plan that stays has one figure."""
+    stays = Outcome(before_s=0.25, after_s=0.25, moved=(), seconds=1.0).text()
+    assert "the simulator predicts 0.25 s a step" in stays
+    assert "This is a prediction, of one forward" in stays
+    assert "faster by more than 2%: the plan stays" in stays
+    changed = Outcome(before_s=2e-4, after_s=1.5e-4, moved=("h0",), seconds=1.0).text()
+    assert "0.0002 s a step of the first plan and 0.00015 s of another" in changed
+    assert "1 unit elsewhere" in changed
+    assert "not times of steps that ran" in changed
 
 
 def test_ops_are_not_slower_together_than_they_run() -> None:

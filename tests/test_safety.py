@@ -131,6 +131,8 @@ def test_too_little_device_memory(
     assert sum(sizes) <= error.need_bytes
     for (name, size), line in zip(error.at_peak[:8], lines[2:], strict=False):
         assert line.split(maxsplit=2) == [*format_bytes(size).split(), name]
+    if rest := sizes[8:]:
+        assert lines[10].split(maxsplit=2)[2] == f"and {len(rest)} more, together"
     assert all(identical(v, before[k]) for k, v in run.model.state_dict().items())
     run.model.lohan.close()
 

@@ -137,9 +137,23 @@ class Shortage:
         if host is not None and least.tier == "device":
             advice += f". With {format_bytes(host.need_bytes)} of host memory "
             advice += f"(there are {format_bytes(host.have_bytes)}) there is one for this device"
+        advice += f". {self._device_advice() if least.tier == 'device' else least.advice}"
         return InsufficientMemoryError(
-            least.tier, need, least.have_bytes, where=where, at_peak=at_peak, advice=advice + "."
+            least.tier, need, least.have_bytes, where=where, at_peak=at_peak, advice=advice.strip()
         )
+
+    def _device_advice(self) -> str:
+        """What makes a step take less of the device, or what else there is to give."""
+        workload, options = self.model.workload, self.model.options
+        ways = ["more device memory"]
+        everywhere = options.states == "device" and not options.fixed_units
+        states = sum(u.state_bytes for u in workload.units) if everywhere else 0
+        if states < self.budget.device_bytes:  # else no batch is small enough
+            ways.append("a smaller batch")
+        advice = f"Give the plan {' or '.join(ways)}"
+        if options.states == "device":
+            advice += ", or let states be elsewhere, too (states='auto')"
+        return advice + "."
 
     def _plan_on(self, device_bytes: int) -> Plan | None:
         """A plan for another device budget (other than the leanest), if there is one."""

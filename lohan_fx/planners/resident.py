@@ -7,7 +7,8 @@ is found by simulation, closer and closer around the best count. Host memory tha
 compute copies of units on SSD. Where resident units are not all that there is, they are also tried
 without compute copies, which are cast where they are used: that lets more of them be resident.
 Where gradients of resident units wait for optimizer.step(), those that would wait longest may wait
-in host memory, if that lets more units be resident.
+in host memory, if that lets more units be resident. Where all units are on the device anyway
+(states="device"), as many keep no compute copies as make the step shortest.
 
 (LoHan §IV keeps no states on the device; ZeRO-Offload's successors and SSDTrain §3 do when memory
 is left.)
@@ -28,7 +29,7 @@ from lohan_fx.plan import Plan, Tier
 from lohan_fx.planners.lohan import Lohan
 from lohan_fx.planners.registry import PlannerOptions, register
 from lohan_fx.simulate import step_seconds
-from lohan_fx.workload import Workload
+from lohan_fx.workload import Unit, Workload
 
 NAME = "lohan-resident"
 
@@ -162,6 +163,8 @@ def plans_around(
         InsufficientMemoryError: as strategy "lohan" does.
     """
     options = options.with_copies()
+    if there := _on_device_anyway(workload, options):
+        return _plans_casting(_Casting(workload, hw, budget, options, there, casts=True), distance)
     order = _last_gradients_first(workload, options)
     may = may_help(workload, budget, options)
     counts = _Counts(workload, hw, budget, options, order)
@@ -177,6 +180,55 @@ def plans_around(
     parks = any(may_park(u, "device", options.update_schedule) for u in workload.units)
     if parks and options.fixed_parked is None:
         wanted.insert(0, counts.park(best))
+    return _those_that_fit(counts, best, wanted, distance, errors)
+
+
+class _Casting(_Counts):
+    """Plans by the number of units without compute copies, of those that are on the device whatever
+    is chosen."""
+
+    @cached_property
+    def most(self) -> int:
+        return len(self.order)
+
+    def plan(self, count: int, parked: int = 0) -> Plan | None:
+        """The plan, with a note that says how many keep no copies."""
+        self.seconds(count, parked)
+        made = self.found[count, parked]
+        if made is None:
+            return None
+        here = sum(unit.tier == "device" for unit in made[1].units.values())
+        note = f"{here} of {len(self.workload.units)} units are resident on the device, as "
+        note += f"states={self.options.states!r} has it"
+        note += f", {count} keep no compute copy" if count else ""
+        return replace(made[1], notes=(note, *made[1].notes))
+
+    def gains(self) -> bool:
+        """Whether there is memory to gain from copies: something is not kept, and without any it
+        fits."""
+        made = self.plan(0)
+        if made is not None and made.count("keep") == len(self.workload.residuals):
+            return False
+        return self.seconds(self.most) < math.inf
+
+
+def _plans_casting(counts: _Casting, distance: int) -> list[Plan]:
+    """`plans_around`, of units that are on the device anyway: casts take the device's time, so
+    there are none that save less than they cost."""
+    best = counts.search(0) if counts.gains() else 0
+    if not counts.seconds(best) < (1 - _MIN_GAIN) * counts.seconds(0):  # maybe inf, both
+        best = 0
+    return _those_that_fit(counts, best, [(best, 0)], distance, counts.errors)
+
+
+def _those_that_fit(
+    counts: _Counts,
+    best: int,
+    wanted: list[tuple[int, int]],
+    distance: int,
+    errors: Sequence[InsufficientMemoryError],
+) -> list[Plan]:
+    """The wanted plans, and those around the best count; the least of the errors if none fits."""
     for k in range(1, distance + 1):
         wanted += [(count, 0) for count in (best + k, best - k) if 0 <= count <= counts.most]
     plans = (counts.plan(*key) for key in dict.fromkeys(wanted))
@@ -192,7 +244,10 @@ def _may_cast(workload: Workload, options: PlannerOptions) -> bool:
 
 
 def may_help(workload: Workload, budget: MemoryBudget, options: PlannerOptions) -> bool:
-    """Whether units that could be resident hold enough of the parameters to be worth a search."""
+    """Whether units that could be resident hold enough of the parameters to be worth a search, or
+    units that are on the device anyway have compute copies that they may do without."""
+    if _on_device_anyway(workload, options):
+        return True
     order = _last_gradients_first(workload, options)
     names = order[: _most(workload, budget, order)]
     resident = sum(workload.unit_by_name[name].num_params for name in names)
@@ -213,10 +268,24 @@ def _last_gradients_first(workload: Workload, options: PlannerOptions) -> tuple[
     if options.states != "auto":
         return ()
     fixed = options.fixed_units or {}
+    return _sorted(workload, [u for u in workload.units if u.trainable and u.name not in fixed])
+
+
+def _on_device_anyway(workload: Workload, options: PlannerOptions) -> tuple[str, ...]:
+    """Units that `options.states` puts on the device, if they may keep no compute copy and that is
+    open. First those whose gradients come last: they are used farthest from where forward ends, and
+    memory is at its peak."""
+    if options.states != "device" or options.fixed_casts is not None:
+        return ()
+    tiers = {u.name: (options.fixed_units or {}).get(u.name, "device") for u in workload.units}
+    return _sorted(workload, [u for u in workload.units if may_cast(u, tiers[u.name])])
+
+
+def _sorted(workload: Workload, units: Sequence[Unit]) -> tuple[str, ...]:
+    """By when backward makes the last gradient, the latest first."""
     made = {
         unit.name: max((workload.producer.get(g, -1) for g in unit.gradients), default=-1)
-        for unit in workload.units
-        if unit.trainable and unit.name not in fixed
+        for unit in units
     }
     return tuple(sorted(made, key=lambda name: -made[name]))
 
