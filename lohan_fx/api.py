@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,7 +20,6 @@ from lohan_fx.compile_arguments import (
     check_misplaced,
     check_optimizer,
     check_states,
-    check_unknown,
     chosen_dtype,
     chosen_hardware,
     chosen_plan,
@@ -141,7 +139,6 @@ def compile(
     refine: bool | Literal["auto"] = "auto",
     progress: Shown = "auto",
     weights: WeightsArgument | None = None,
-    **unknown: Never,
 ) -> M:
     """Make `model` train within a memory budget, with plain PyTorch's numbers.
 
@@ -152,7 +149,7 @@ def compile(
 
     Args:
         model: any module that Dynamo can trace whole.
-        misplaced, unknown: nothing; all else has a name, of those below.
+        misplaced: nothing; all else has a name.
         hw: from `profile_hardware`, or the name of a preset or of a saved profile; measured now
             (without SSDs) if None.
         optimizer: a torch.optim optimizer over the model's parameters. With it, parameters and
@@ -228,12 +225,10 @@ def compile(
         UnsupportedOptimizerError: the optimizer's update is not elementwise.
         HardwareError: the profile and the machine, or the budget and the profile, disagree.
         CheckpointError: weights= is damaged or does not fit; all keys concerned are named.
-        TypeError: no argument has this name.
         At the first forward: CaptureError, InsufficientMemoryError, StorageError, PlanError.
     """
     _check_model(model)
     check_misplaced(misplaced)
-    check_unknown(unknown, inspect.signature(compile))
     check_optimizer(optimizer)
     check_choices(
         fused=fused,

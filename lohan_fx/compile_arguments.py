@@ -6,9 +6,6 @@ that is here.
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,23 +34,6 @@ def check_misplaced(values: tuple[object, ...]) -> None:
         f"compile takes the model alone by its place: write {what}, as in "
         "lohan_fx.compile(model, hw=hw, optimizer=optimizer)"
     )
-
-
-def check_unknown(given: Mapping[str, object], signature: inspect.Signature) -> None:
-    """Refuse a name that no argument has, as Python does, which before 3.13 does not say what name
-    was meant.
-
-    Raises:
-        TypeError: as of any function.
-    """
-    if not given:
-        return
-    kind = inspect.Parameter.KEYWORD_ONLY
-    names = [name for name, parameter in signature.parameters.items() if parameter.kind is kind]
-    name = next(iter(given))
-    near = difflib.get_close_matches(name.lower(), names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-    raise TypeError(f"compile() got an unexpected keyword argument {name!r}: {hint}")
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -397,20 +397,3 @@ def test_what_is_given_without_its_name_is_told_it(hw: HardwareProfile) -> None:
     with pytest.raises(LohanError, match="not the AdamW: write optimizer= for that"):
         compile(model, hw=optimizer)
     assert not isinstance(model, LohanModule)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("memroy", r"argument 'memroy': did you mean 'memory'\?"),
-        ("Strategy", r"did you mean 'strategy'\?"),
-        ("clip_norm", r"did you mean 'clip_grad_norm'\?"),
-        ("xyzzy", "argument 'xyzzy': there are hw, optimizer, strategy"),
-    ],
-)
-def test_a_mistyped_name_is_told_the_nearest(name: str, message: str, hw: HardwareProfile) -> None:
-    model, _ = make("mlp")
-    compile: Any = lohan_fx.compile
-    with pytest.raises(TypeError, match=message):
-        compile(model, hw=hw, **{name: "x"})
-    assert not isinstance(model, LohanModule)
