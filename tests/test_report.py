@@ -173,7 +173,7 @@ def test_a_step_beside_what_was_moved() -> None:
     found = {r[0]: r[1:] for r in rows(render([step_table(plan, moved)]))}
     assert found["device to host"] == [short_bytes(plan.prediction.d2h_bytes), "1.00 MiB"]
     assert found["SSD read"][1] == "3.00 GiB"
-    assert found["bound by"][0] == plan.prediction.binding
+    assert found["binding in it"][0] == plan.prediction.binding
     assert found["optimizer schedule"][0] == plan.schedule
     assert moved_text(moved) == "D2H 1.00 MiB, H2D 0 B, SSD read 3.00 GiB, written 0 B"
 
