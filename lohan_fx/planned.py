@@ -295,6 +295,9 @@ class Planned:
         return found
 
 
+_Asked = Literal["auto", "serial", "naive", "optimized", "overlapped", "deferred", "speculative"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MadeFrom:
     """The entry "planned" of a plan file."""
@@ -311,7 +314,7 @@ class _MadeFrom:
     workload: Mapping[str, Any]
     states: Literal["auto", "device", "host", "ssd"] = "auto"
     swap_to: Literal["auto", "host", "ssd"] = "auto"
-    schedule: Schedule | Literal["auto"] = "auto"
+    schedule: _Asked = "auto"
 
 
 _MADE_FROM_AS_IT_IS = (
