@@ -60,7 +60,9 @@ class Row:
         items_per_s: throughput in what `Ablation.items` says.
         flops_per_s: model FLOPs (recomputation left out) over the step.
         swapped_bytes: A_G2M, activations that leave the device.
-        bound_s: no plan of any strategy is faster on this machine and budget.
+        num_casts: units on the device that keep no compute copy.
+        bound_s: no plan of any strategy is faster on this machine and budget, with the states,
+            swap_to and schedule of the case.
         gap: step_s / bound_s − 1.
         binding: the lane that works longest, as reports call it.
         plan_s: how long planning took.
@@ -86,6 +88,7 @@ class Row:
     ssd_write_bytes: int | None = None
     swapped_bytes: int | None = None
     recompute_flops: int | None = None
+    num_casts: int | None = None
     bound_s: float | None = None
     gap: float | None = None
     binding: str | None = None
@@ -150,7 +153,10 @@ class Ablation:
         if fitting:
             columns = [*self._case_columns(), *self._memory_columns()]
             title = f"peaks and traffic of one step in {self._unit[0]}, recomputation in TFLOP"
-            found.append(_table(title, columns, fitting))
+            table = _table(title, columns, fitting)
+            if self._casts:
+                table.caption, table.caption_justify = _CASTS_TEXT, "left"
+            found.append(table)
         measured = [row for row in self.rows if row.measured is not None]
         if measured:
             columns = [*self._case_columns(), *self._measured_columns()]
@@ -257,7 +263,13 @@ class Ablation:
         return [
             *(_Column(name + tail, _size(field_name, scale)) for field_name, name in _SIZES),
             _Column(f"recomputed{flops}", _number("recompute_flops", 1e12, 3)),
+            *([_Column(_CASTS, lambda r: str(r.num_casts or 0))] if self._casts else []),
         ]
+
+    @property
+    def _casts(self) -> bool:
+        """Whether any row's plan has units without compute copies."""
+        return any(row.num_casts for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -274,6 +286,12 @@ class _Column:
 
 
 _ERROR = "error of ops timed"
+
+_CASTS = "cast units"
+_CASTS_TEXT = (
+    "cast units: units on the device that keep no compute copy; it is cast from the fp32 master "
+    "where ops use it"
+)
 
 
 def _table(title: str, columns: Sequence[_Column], rows: Iterable[Row]) -> Table:
@@ -546,11 +564,13 @@ class _Given:
         try:
             plan = make_plan(strategy, shell["workload"], self.hw, budget, options)
             plan_s = time.perf_counter() - start
-            made = Planned(**shell, plan=plan)
+            asked = {name: getattr(options, name) for name in ("states", "swap_to", "schedule")}
+            made = Planned(**{**shell, **asked}, plan=plan)
             seconds = made.step_s
         except (InsufficientMemoryError, PlanError, HardwareError) as error:
             return Row(case=case, reason=_reason(error))
-        key = (case.batch, budget)
+        asked_for = made.bound_options
+        key = (case.batch, budget, *(getattr(asked_for, name) for name in asked))
         bound = bounds[key] = bounds.get(key) or made.bound_s
         s, p = made.simulation, plan.prediction
         return Row(
@@ -571,6 +591,7 @@ class _Given:
             ssd_write_bytes=s.traffic.ssd_write_bytes,
             swapped_bytes=swapped_bytes(made),
             recompute_flops=p.recompute_flops,
+            num_casts=sum(unit.casts for unit in plan.units.values()),
             bound_s=bound,
             gap=seconds / bound - 1 if 0 < bound < float("inf") else None,
             binding=made.hw.lane_name(s.timeline.binding()),

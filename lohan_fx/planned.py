@@ -21,13 +21,14 @@ from lohan_fx.arguments import path_of
 from lohan_fx.bounds import Bound, step_bound
 from lohan_fx.errors import HardwareError, LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import LATE, TIERS, Plan
+from lohan_fx.plan import LATE, TIERS, Plan, Schedule
 from lohan_fx.planners import PlannerOptions
 from lohan_fx.planners.pareto import lower_bound
 from lohan_fx.planners.prediction import predicted_time
 from lohan_fx.program import Program, lower
 from lohan_fx.reading import Reader, json_of
 from lohan_fx.report import (
+    cast_lines,
     flops_text,
     footprint_parts,
     memory_table,
@@ -95,6 +96,8 @@ class Planned:
         compute_dtype: name of the dtype of matmuls, ``bfloat16``.
         traced: how the workload was made: in full, or by replication, and why.
         search: how `batch` or `model` was found, if it was searched for.
+        states, swap_to, schedule: what the plan was asked to be, as `PlannerOptions` have them: the
+            bound is of plans that obey these, too.
         source: makes workloads of other batch sizes; None if the plan was loaded from a file.
     """
 
@@ -109,6 +112,9 @@ class Planned:
     compute_dtype: str = "float32"
     traced: str = ""
     search: Search | None = None
+    states: Literal["auto", "device", "host", "ssd"] = "auto"
+    swap_to: Literal["auto", "host", "ssd"] = "auto"
+    schedule: Schedule | Literal["auto"] = "auto"
     source: Any = field(default=None, repr=False, compare=False)
 
     # -- what it does -----------------------------------------------------------------------
@@ -134,11 +140,20 @@ class Planned:
 
     @cached_property
     def bound_s(self) -> float:
-        """Seconds that no plan undercuts on this machine and budget, of whatever strategy, with
-        optimizer schedule "optimized" ("overlapped" or "deferred", if that is this plan's)."""
-        late = self.plan.schedule in LATE
-        options = PlannerOptions(schedule=self.plan.schedule if late else "optimized")
-        return lower_bound(self.workload, self.hw, self.budget, options)
+        """Seconds that no plan undercuts on this machine and budget, of whatever strategy, with the
+        `states`, `swap_to` and `schedule` that were asked for: the lower bound in `pareto`'s notes.
+        Schedule "auto" is "optimized" ("overlapped" or "deferred", if that is this plan's)."""
+        return lower_bound(self.workload, self.hw, self.budget, self.bound_options)
+
+    @property
+    def bound_options(self) -> PlannerOptions:
+        """What plans have in common that `bound_s` is of."""
+        schedule = self.plan.schedule if self.plan.schedule in LATE else self.schedule
+        return PlannerOptions(
+            states=self.states,
+            swap_to=self.swap_to,
+            schedule="optimized" if schedule == "auto" else schedule,
+        )
 
     @property
     def closed_form_s(self) -> float:
@@ -198,7 +213,8 @@ class Planned:
             found.append(f"limit: {self.search.limit}")
         found.append(step_table([self]))
         parts = footprint_parts(self.workload, self.plan)
-        found += [plan_table(self.workload, self.plan), memory_table(self.plan, self.budget, parts)]
+        found += [plan_table(self.workload, self.plan), *cast_lines(self.plan)]
+        found.append(memory_table(self.plan, self.budget, parts))
         found += [f"note: {note}" for note in self.plan.notes]
         found += [f"traced: {self.traced}"] if self.traced else []
         return found
@@ -231,6 +247,9 @@ class Planned:
             "items": self.items,
             "compute_dtype": self.compute_dtype,
             "traced": self.traced,
+            "states": self.states,
+            "swap_to": self.swap_to,
+            "schedule": self.schedule,
             "hardware": self.hw.to_dict(),
             "budget": dataclasses.asdict(self.budget),
             "workload": workload_to_dict(self.workload),
@@ -276,6 +295,9 @@ class Planned:
         return found
 
 
+_Asked = Literal["auto", "serial", "naive", "optimized", "overlapped", "deferred", "speculative"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MadeFrom:
     """The entry "planned" of a plan file."""
@@ -290,6 +312,9 @@ class _MadeFrom:
     hardware: Mapping[str, Any]
     budget: MemoryBudget
     workload: Mapping[str, Any]
+    states: Literal["auto", "device", "host", "ssd"] = "auto"
+    swap_to: Literal["auto", "host", "ssd"] = "auto"
+    schedule: _Asked = "auto"
 
 
 _MADE_FROM_AS_IT_IS = (
@@ -300,9 +325,16 @@ _MADE_FROM_AS_IT_IS = (
     "compute_dtype",
     "traced",
     "budget",
+    "states",
+    "swap_to",
+    "schedule",
 )
 
-_READER = Reader(what="the plan file", error=PlanError)
+_READER = Reader(
+    what="the plan file",
+    error=PlanError,
+    optional={_MadeFrom: ("states", "swap_to", "schedule")},  # files of earlier versions lack them
+)
 
 
 def hardware(hw: HardwareProfile | str | Path) -> HardwareProfile:
@@ -349,7 +381,7 @@ def step_table(planned: Sequence[Planned]) -> Table:
         ("  device waits for transfers", lambda p: seconds_text(p.simulation.exposed_transfer_s)),
         ("  its busiest resource alone", lambda p: _bound_text(p.busiest, p.hw)),
         ("closed form (LoHan Eq. 1–7), no bound", lambda p: seconds_text(p.closed_form_s)),
-        ("no plan is faster than", lambda p: seconds_text(p.bound_s)),
+        ("lower bound: no plan is faster than", lambda p: seconds_text(p.bound_s)),
         ("gap to that", lambda p: f"{p.gap:.1%}"),
         ("throughput", lambda p: f"{rate_text(p.items_per_s)} {p.items}/s"),
         ("model FLOPs", lambda p: f"{flops_text(p.flops_per_s)}FLOPS"),

@@ -158,6 +158,9 @@ class _Request:
             compute_dtype=tracer.compute_dtype,
             traced=traced.how,
             search=search,
+            states=self.options.states,
+            swap_to=self.options.swap_to,
+            schedule=self.options.schedule,
             source=tracer,
         )
 

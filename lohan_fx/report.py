@@ -124,6 +124,18 @@ def plan_table(workload: Workload, plan: Plan) -> Table:
     return table
 
 
+def cast_lines(plan: Plan) -> list[str]:
+    """What "copy cast" in `plan_table` means, if it stands there."""
+    count = sum(unit.casts for unit in plan.units.values())
+    if not count:
+        return []
+    units = f"{count} units on the device keep" if count > 1 else "1 unit on the device keeps"
+    return [
+        f"copy cast: {units} no compute copy; it is cast from the fp32 master where ops use it, "
+        "which leaves room on the device"
+    ]
+
+
 def _range(blocks: list[str]) -> str:
     """``h.0 … 11 (12×)`` for twelve neighbours."""
     first, last = (blocks[i] or "(outside)" for i in (0, -1))
@@ -188,7 +200,7 @@ def step_table(plan: Plan, moved: Counters | None = None, *, accumulates: bool =
     table.add_row("time (closed form)", _seconds(p.step_s))
     table.add_row("  forward", _seconds(p.forward_s))
     table.add_row("  backward", _seconds(p.backward_s))
-    table.add_row("bound by", p.binding)
+    table.add_row("  binding in it", p.binding)
     # elementwise ops, which are recomputed first, have none
     flops = f", {flops_text(p.recompute_flops)}FLOP" if p.recompute_flops else ""
     table.add_row("recomputing", _seconds(p.recompute_s) + flops)
@@ -213,6 +225,11 @@ def _decisions_table(plan: Plan) -> Table:
     table.add_row("residuals", ", ".join(counts))
     units = (f"{tier} {sum(u.tier == tier for u in plan.units.values())}" for tier in TIERS)
     table.add_row("units", ", ".join(units))
+    casts = sum(unit.casts for unit in plan.units.values())
+    if casts:
+        table.add_row(
+            "  without compute copies", f"{casts} on the device, cast where they are used"
+        )
     table.add_row("fingerprint", plan.fingerprint)
     return table
 
@@ -226,6 +243,7 @@ def plan_parts(
     """All about one plan, ready to print: tables, then the planner's notes."""
     return [
         plan_table(workload, plan),
+        *cast_lines(plan),
         memory_table(plan, budget, footprint_parts(workload, plan)),
         step_table(plan, moved, accumulates=any(u.accumulator_bytes for u in workload.units)),
         *(f"note: {note}" for note in plan.notes),

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lohan_fx.ablation import SLOW, Ablation, Row, ablate
 from lohan_fx.errors import HardwareError, LohanError, PlanError
 from lohan_fx.hardware import MemoryBudget
 from lohan_fx.planned import Planned
-from lohan_fx.planners import Choices, get, make_plan, names
+from lohan_fx.planners import Choices, PlannerOptions, get, make_plan, names
 from lohan_fx.planners.pareto import lower_bound
 from lohan_fx.plots import activation_peak_bytes, swap_curve
 from lohan_fx.simulate import simulate
@@ -384,3 +385,28 @@ def test_a_tier_that_is_not_there_is_a_reason() -> None:
         WORKLOAD, hw=small_hardware(ssd=False), strategies=["swap-all"], states="ssd"
     ).rows
     assert "no SSDs" in row.reason
+
+
+def test_bounds_are_of_what_a_row_was_asked_for() -> None:
+    """Each of its own, whichever row came first."""
+    both = ablate(WORKLOAD, hw=HW, strategies="lohan", memory=TIGHT, states=["ssd", "auto"])
+    for row in both.rows:
+        options: Any = PlannerOptions(states=row.case.states)
+        assert row.bound_s == lower_bound(WORKLOAD, HW, TIGHT, options)
+    assert both.rows[0].bound_s != both.rows[1].bound_s
+
+
+def test_units_without_copies_are_a_column_where_there_are_any() -> None:
+    workload = gpt_workload(masters=True)
+    casts = tuple(u.name for u in workload.units)[:2]
+
+    def casting(w: Any, hw: Any, limit: Any, options: Any) -> Any:
+        options = replace(options, states="device", fixed_casts=casts)
+        return make_plan("keep-all", w, hw, limit, options)
+
+    found = ablate(workload, hw=HW, strategies=["keep-all", casting], memory=budget())
+    assert [row.num_casts for row in found.rows] == [0, 2]
+    text = str(found)
+    assert "cast units: units on the device that keep no compute copy" in text
+    assert "cast units" in found.to_markdown().splitlines()[0]
+    assert "cast units" not in str(ablate(workload, hw=HW, strategies="keep-all", memory=budget()))

@@ -33,6 +33,7 @@ from lohan_fx.planners.random_policy import RandomPolicy
 from lohan_fx.planners.registry import Planner
 from lohan_fx.planners.schedule import draft, load_of
 from lohan_fx.planners.tiers import QUICK_OPS, check_states_fit
+from lohan_fx.planners.trial import leanest_draft, least_memory
 from lohan_fx.planners.windows import num_fetches
 from lohan_fx.program import lower, residency, window_storage
 from lohan_fx.simulate import simulate, step_seconds
@@ -609,3 +610,36 @@ def test_a_large_model_without_copies_is_not_refused(states: Any) -> None:
     bare = replace(workload, units=tuple(replace(u, master_bytes=0) for u in workload.units))
     with pytest.raises(InsufficientMemoryError):
         check_states_fit(bare, hw, budget(device=least, host=0, ssd=0), options)
+
+
+SHORT = gpt_workload(layers=8, hidden=256, masters=True)
+SHORT_STATES = sum(u.state_bytes + u.compute_bytes for u in SHORT.units)
+
+
+def test_a_shortage_asks_for_no_more_host_memory_than_will_do() -> None:
+    """Units that are on the device without copies need no host memory, nor buffers for SSDs."""
+    hw = small_hardware(ssd=False)
+    limit = budget(device=SHORT_STATES // 2, host=SHORT_STATES // 2, ssd=0)
+    with pytest.raises(InsufficientMemoryError) as caught:
+        Pareto().solve(SHORT, hw, limit)
+    with pytest.raises(InsufficientMemoryError) as other:
+        make_plan("lohan-resident", SHORT, hw, limit)
+    error = caught.value
+    assert error.tier == other.value.tier == "host"
+    assert limit.host_bytes < error.need_bytes <= other.value.need_bytes < 0.6 * SHORT_STATES
+    enough = replace(limit, host_bytes=error.need_bytes)
+    check(SHORT, Pareto().solve(SHORT, hw, enough)[0], enough)
+
+
+def test_the_leanest_plan_has_all_units_elsewhere_that_there_is_room_for() -> None:
+    """More host memory is never of no use, nor is it left where equal units differ in windows."""
+    model = Model(SHORT, small_hardware(ssd=False), PlannerOptions(), by_value=True)
+    peaks = []
+    for part in (0.0, 0.2, 0.4, 0.6, 0.8, 1.1):
+        limit = budget(device=0, host=int(part * SHORT_STATES), ssd=0)
+        made = leanest_draft(model, limit, "pareto", 0)
+        assert made is not None
+        peaks.append(made.memory.peak_bytes / SHORT_STATES)
+        assert peaks[-1] >= least_memory(model, limit) / SHORT_STATES
+        assert peaks[-1] < max(0.0, 1 - part) + 0.2
+    assert peaks == sorted(peaks, reverse=True)

@@ -229,7 +229,30 @@ def test_a_given_plan_has_the_peaks_of_what_runs() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     compiled = lohan_fx.compile(model, hw=CPU, optimizer=optimizer, plan=old)
     assert isinstance(compiled, LohanModule)
-    assert compiled.lohan.prepare(x).plan == given
+    found = compiled.lohan.prepare(x).plan
+    assert replace(found, notes=given.notes) == given
+    assert "expected peaks of 1 B on the device, 1 B in host memory" in found.notes[0]
+    compiled.lohan.close()
+
+
+@pytest.mark.parametrize("strategy", ["swap-all", "keep-all"])
+def test_a_plan_of_another_batch_says_so(strategy: str) -> None:
+    """It has the same ops and values by name, so nothing refuses it: but all that it predicts, and
+    its notes, would be of the other batch."""
+    model, x = small()
+    given = plan(model, x, hw=CPU, strategy=strategy).plan
+    larger = torch.cat([x, x, x, x])
+    there = plan(model, larger, hw=CPU, strategy=strategy).plan
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = lohan_fx.compile(model, hw=CPU, optimizer=optimizer, plan=given)
+    assert isinstance(compiled, LohanModule)
+    found = compiled.lohan.prepare(larger).plan
+    peak = found.prediction.peak_device_bytes  # windows may stand elsewhere in a plan of its own
+    assert peak > given.prediction.peak_device_bytes
+    assert found.prediction == replace(there.prediction, peak_device_bytes=peak)
+    assert found.notes[1:] == given.notes
+    assert "made for another step than this one (other shapes" in found.notes[0]
+    assert "note: the plan given to compile was made for another step" in compiled.report()
     compiled.lohan.close()
 
 

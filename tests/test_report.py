@@ -15,6 +15,7 @@ from lohan_fx.errors import InsufficientMemoryError, LohanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.metrics import KEYS
 from lohan_fx.plan import Plan
+from lohan_fx.planned import Planned
 from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.report import (
     footprint_parts,
@@ -173,7 +174,7 @@ def test_a_step_beside_what_was_moved() -> None:
     found = {r[0]: r[1:] for r in rows(render([step_table(plan, moved)]))}
     assert found["device to host"] == [short_bytes(plan.prediction.d2h_bytes), "1.00 MiB"]
     assert found["SSD read"][1] == "3.00 GiB"
-    assert found["bound by"][0] == plan.prediction.binding
+    assert found["binding in it"][0] == plan.prediction.binding
     assert found["optimizer schedule"][0] == plan.schedule
     assert moved_text(moved) == "D2H 1.00 MiB, H2D 0 B, SSD read 3.00 GiB, written 0 B"
 
@@ -282,3 +283,66 @@ def test_a_recording_on_a_cpu_has_no_gpu() -> None:
     recorder.end_compute()
     assert re.search(r"^ *compute +0", recorder.timeline("step").summary(), re.MULTILINE)
     assert not [key for key in KEYS if "gpu" in key]
+
+
+def test_units_without_copies_are_counted_and_explained(tmp_path: Path) -> None:
+    """In every report where a table says "copy cast", and where a plan file says nothing of units
+    by name."""
+    workload = gpt_workload(masters=True)
+    casts = [u.name for u in workload.units][1:3]
+    some, none = (
+        make_plan("pareto", workload, HW, budget(), PlannerOptions(states="device", fixed_casts=c))
+        for c in (casts, ())
+    )
+    counted = f"{len(workload.units)} of {len(workload.units)} units are resident on the device"
+    assert f"{counted}, as states='device' has it, 2 keep no compute copy" in some.notes
+    assert f"{counted}, as states='device' has it" in none.notes
+    line = "copy cast: 2 units on the device keep no compute copy"
+    shell = {"model": "gpt", "workload": workload, "hw": HW, "budget": budget()}
+    for plan, there in ((some, True), (none, False)):
+        text = render(plan_parts(workload, plan, budget()))
+        planned = Planned(**shell, plan=plan)  # type: ignore[arg-type]
+        for found in (text, planned.report()):
+            assert (line in found) == ("copy cast" in found) == there
+        assert ("without compute copies" in render(plan_file_parts(plan))) == there
+
+
+@pytest.mark.parametrize("states", ["auto", "device", "host"])
+@pytest.mark.parametrize("strategy", ["lohan-resident", "pareto"])
+def test_resident_units_are_those_of_the_plan(strategy: str, states: Any) -> None:
+    """Whoever has put them there."""
+    options = PlannerOptions(states=states)
+    plan = make_plan(
+        strategy, WORKLOAD, HW, budget(device=2**22 if states == "device" else 2**19), options
+    )
+    count = sum(unit.tier == "device" for unit in plan.units.values())
+    told = [note for note in plan.notes if "units are resident" in note]
+    assert len(told) == (1 if count or strategy == "lohan-resident" else 0)
+    assert all(note.startswith(f"{count} of {len(plan.units)} units") for note in told)
+    assert all(("as states=" in note) == (states != "auto") for note in told)
+
+
+@pytest.mark.parametrize("strategy", ["lohan", "lohan-resident", "g10", "capuchin"])
+def test_what_is_kept_is_named(strategy: str) -> None:
+    """It is what backward reads: parameters and states may be anywhere."""
+    plan = make_plan(strategy, WORKLOAD, HW, budget(), PlannerOptions(states="host"))
+    assert plan.count("keep") == len(WORKLOAD.residuals)
+    kept = "what backward reads (residuals) fits the device: all of it is kept there"
+    assert kept in plan.notes
+
+
+@pytest.mark.parametrize("states", ["auto", "device", "host", "ssd"])
+@pytest.mark.parametrize("schedule", ["auto", "serial", "deferred"])
+def test_a_report_has_one_lower_bound(states: Any, schedule: Any, tmp_path: Path) -> None:
+    """The one in pareto's notes, of the options that were asked for; so has a file of it."""
+    limit = budget(device=2**22)
+    table = ablate(
+        WORKLOAD, hw=HW, strategies="pareto", memory=limit, states=states, schedule=schedule
+    )
+    (row,) = table.rows
+    assert row.planned is not None
+    row.planned.save(tmp_path / "plan.json")
+    told = row.planned.plan.notes[0]
+    for found in (row.bound_s, row.planned.bound_s, Planned.load(tmp_path / "plan.json").bound_s):
+        assert f"lower bound {found:.6g} s" in told
+    assert f"gap {100 * row.planned.gap:.2f}%" in told

@@ -731,7 +731,7 @@ def test_memferry_reads_the_embedding_where_it_lies(tied: bool) -> None:
         assert modes == {"embed": ("fetch", 1), **blocks}
     else:
         assert modes == {"embed": ("direct", 0), **blocks, "head": ("fetch", 1)}
-        assert plan.notes == ("units: 4 GFGB, 1 DHA, 0 DFGB",)
+        assert plan.notes == (in_modes(4, 1, 0),)
         copied = sum(u.compute_bytes for u in workload.units[1:])
         assert plan.prediction.h2d_bytes == copied + 8192
     assert plan.count("keep") == len(workload.residuals)
@@ -742,13 +742,21 @@ def test_memferry_gives_reloads_back_if_memory_is_small() -> None:
     """An adapter of few parameters that many rows go through: direct in forward, not backward."""
     workload = adapter_workload()
     plan = make_plan("memferry", workload, HW, budget())
-    assert plan.notes == ("units: 1 GFGB, 0 DHA, 1 DFGB",)
+    assert plan.notes == (in_modes(1, 0, 1),)
     unit = plan.units["small"]
     assert (unit.access, [w.first_use for w in unit.windows]) == ("direct", ["small.b"])
     limit = budget(device=least_budget("memferry", workload))
     tight = make_plan("memferry", workload, HW, limit)
-    assert tight.notes == ("units: 1 GFGB, 1 DHA, 0 DFGB",)
+    assert tight.notes == (in_modes(1, 1, 0),)
     check(workload, tight, limit)
+
+
+def in_modes(gfgb: int, dha: int, dfgb: int) -> str:
+    """MemFerry's note: so many units in each mode, with what the mode does."""
+    return (
+        f"units: {gfgb} copied to the device once for the step (GFGB), {dha} read in host memory "
+        f"(DHA), {dfgb} read there in forward, copied for backward (DFGB)"
+    )
 
 
 def adapter_workload() -> Workload:

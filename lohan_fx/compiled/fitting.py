@@ -9,8 +9,9 @@ from lohan_fx import footprint
 from lohan_fx.compiled.options import Options
 from lohan_fx.errors import InsufficientMemoryError, PlanError, format_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import Plan, Tier
+from lohan_fx.plan import Plan, Prediction, Tier
 from lohan_fx.planners import make_plan
+from lohan_fx.planners.prediction import predict
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.planners.tiers import check_states_fit
 from lohan_fx.planners.whole import tried_or_deferred
@@ -27,7 +28,8 @@ def has_backward(workload: Workload) -> bool:
 
 
 def given_plan(options: Options, workload: Workload) -> Plan | None:
-    """The user's plan, if there is one. Its predicted peaks are those that it has here.
+    """The user's plan, if there is one. Its prediction is of the step at hand: if that is not the
+    one it was made for, a note says so, as its other notes are of that one.
 
     Raises:
         PlanError: it is of another model, or program, than the one at hand.
@@ -66,13 +68,33 @@ def given_plan(options: Options, workload: Workload) -> Plan | None:
                 where="the whole step, by the plan given to compile",
                 advice=_why_too_large(options, plan, tier, peak, have),
             )
-    prediction = dataclasses.replace(
-        plan.prediction,
-        peak_device_bytes=need["device"][0],
-        peak_host_bytes=need["host"][0],
-        peak_ssd_bytes=need["ssd"][0],
+    program = lower(workload, plan)
+    here = predict(workload, options.hw, options.planner, plan, program, residency(program))
+    old = plan.prediction
+    if all(getattr(here, name) == getattr(old, name) for name in _OF_A_STEP):
+        return plan
+    return dataclasses.replace(plan, prediction=here, notes=(_of_another(old, here), *plan.notes))
+
+
+_OF_A_STEP = tuple(
+    f.name for f in dataclasses.fields(Prediction) if f.name.endswith(("_bytes", "_flops"))
+)
+"""What a plan predicts that no machine changes, but other shapes, optimizers and options do."""
+
+
+def _of_another(old: Prediction, here: Prediction) -> str:
+    """What to tell of a plan that was made for another step than the one that it runs."""
+    was, found = (
+        f"{format_bytes(p.peak_device_bytes)} on the device, {format_bytes(p.peak_host_bytes)} in "
+        f"host memory, {p.step_s:.3g} s by the closed form"
+        for p in (old, here)
     )
-    return dataclasses.replace(plan, prediction=prediction)
+    return (
+        "the plan given to compile was made for another step than this one (other shapes, "
+        f"optimizer or options), and may be far from the best here. It expected peaks of {was}; "
+        f"this step has {found}, as predicted above. Its own notes, which follow, are of the other "
+        "step"
+    )
 
 
 def _why_too_large(options: Options, plan: Plan, tier: Tier, peak: int, have: int) -> str:

@@ -146,8 +146,9 @@ def search(
         points=tuple(points),
         time=times[best],
         case=case,
-        note=f"Algorithm 1, case {case}: swap {best} of {len(order)} layers beyond A_interBlock, "
-        f"A_G2M {format_bytes(points[best][0])}, binding {times[best].binding}",
+        note=f"LoHan's search for what to swap (Algorithm 1, case {case}) took {best} of "
+        f"{len(order)} layers beside block inputs, {format_bytes(points[best][0])} in all "
+        f"(binding by its cost model: {times[best].binding})",
     )
 
 

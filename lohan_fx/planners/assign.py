@@ -69,6 +69,31 @@ def rounded(model: Model, x: Floats) -> Ints:
     return whole.astype(np.int64)
 
 
+def rounded_evenly(model: Model, x: Floats) -> Ints:
+    """Whole copies of each option, about as many in all groups together as `x` has in parts.
+
+    Where equal units are groups of their own, as the windows of their ops differ, a program that
+    has room for three of eight elsewhere gives each group the same three eighths, and `rounded`
+    would leave all eight where most of each is. Here what a group was given too little or too much
+    of is carried to the next one.
+    """
+    whole = np.floor(x + 1e-9)
+    part = x - whole
+    due: dict[tuple[str, Option], float] = {}
+    for g, group in enumerate(model.groups):
+        first = int(model.start[g])
+        keys = [(group.kind, option) for option in group.options]
+        for k, key in enumerate(keys):
+            due[key] = due.get(key, 0.0) + float(part[first + k])
+        missing = round(model.counts[g] - whole[first : first + len(keys)].sum())
+        for _ in range(missing):
+            allowed = [k for k in range(len(keys)) if part[first + k] > 1e-9] or [0]
+            k = max(allowed, key=lambda k: (due[keys[k]], -k))
+            whole[first + k] += 1
+            due[keys[k]] -= 1.0
+    return whole.astype(np.int64)
+
+
 class Improver:
     """Local search over whole copies: the integer program's own objective, budgets as penalties.
 

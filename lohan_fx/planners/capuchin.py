@@ -173,7 +173,10 @@ def hybrid(setting: Setting) -> Activations:
         for name in ("swap", "recompute")
         if (values := [v for v, action in state.actions.items() if action == name])
     ]
-    note = ", ".join(counts) or "everything fits the device: all is kept"
+    note = (
+        ", ".join(counts)
+        or "what backward reads (residuals) fits the device: all of it is kept there"
+    )
     return Activations(actions=state.actions, notes=(note,))
 
 

@@ -138,9 +138,10 @@ def schedule_activations(setting: Setting) -> Activations:
     best = scale.best
     swapped = {*start, *(v for layer in order[: best.count] for v in layer.values)}
     note = (
-        f"D_f {format_bytes(best.swapped_bytes)}: {best.count} of {len(order)} layers beyond "
-        f"D_start {format_bytes(scale.points[0].swapped_bytes)}, D_max "
-        f"{format_bytes(scale.max_bytes)}, binding {best.time.binding}"
+        f"Fuyou's search for what to swap took {best.count} of {len(order)} layers beside block "
+        f"inputs ({format_bytes(scale.points[0].swapped_bytes)}, D_start): "
+        f"{format_bytes(best.swapped_bytes)} (D_f) of at most {format_bytes(scale.max_bytes)} "
+        f"(D_max); binding by its cost model: {best.time.binding}"
     )
     found = Activations(actions=_actions(w, swapped, tiny), notes=(note,))
     if setting.fits(setting.draft(found)):

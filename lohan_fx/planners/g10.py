@@ -243,7 +243,8 @@ def migrate(setting: Setting) -> Activations:
     return Activations(
         actions={v: "swap" if v in state.tiers else "keep" for v in residuals},
         swap_tiers=state.tiers,
-        notes=tuple(notes) or ("everything fits the device: all is kept",),
+        notes=tuple(notes)
+        or ("what backward reads (residuals) fits the device: all of it is kept there",),
     )
 
 

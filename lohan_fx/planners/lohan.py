@@ -122,7 +122,9 @@ class _Search:
             everything = self.draft(dict.fromkeys(self.workload.residuals, "keep"))
             reserve = overlap_reserve(self.workload, self.tiers)
             if self.fits(everything, self.budget.device_bytes - reserve):
-                self.notes.append("everything fits the device: all is kept")
+                self.notes.append(
+                    "what backward reads (residuals) fits the device: all of it is kept there"
+                )
                 return self.finish(everything)
         found = self.algorithm1(self.resident)
         made = self.feasible(found)

@@ -196,10 +196,10 @@ def hybrid_training(setting: Setting, found: Activations) -> Parameters:
     while reloaded and not setting.fits(setting.draft(found, Parameters(modes=modes))):
         modes[layers[reloaded.pop()].name] = "direct"
     counts = {
-        mode: sum(modes[u.name] == name for u in setting.workload.units if _moves(setting, u.name))
-        for mode, name in (("GFGB", "hold"), ("DHA", "direct"), ("DFGB", "direct-forward"))
+        text: sum(modes[u.name] == name for u in setting.workload.units if _moves(setting, u.name))
+        for name, text in _TOLD.items()
     }
-    note = ", ".join(f"{count} {mode}" for mode, count in counts.items())
+    note = ", ".join(f"{count} {text}" for text, count in counts.items())
     return Parameters(modes=modes, notes=(f"units: {note}",))
 
 
@@ -225,6 +225,13 @@ def keep_everything(setting: Setting) -> Activations:
     actions: dict[str, Action] = dict.fromkeys(setting.workload.residuals, "keep")
     return Activations(actions=actions)
 
+
+_TOLD: dict[UnitMode, str] = {
+    "hold": "copied to the device once for the step (GFGB)",
+    "direct": "read in host memory (DHA)",
+    "direct-forward": "read there in forward, copied for backward (DFGB)",
+}
+"""What a user reads of a mode, with the paper's name for it."""
 
 MEMFERRY = register("memferry")(
     Strategy(

@@ -33,7 +33,7 @@ from lohan_fx.planners.exhaustive import by_bound, columns_of
 from lohan_fx.planners.model import Model
 from lohan_fx.planners.pareto_ladder import try_budget, try_rungs
 from lohan_fx.planners.pareto_local import climb, exchange_choices
-from lohan_fx.planners.pareto_offers import Offers
+from lohan_fx.planners.pareto_offers import Candidate, Offers
 from lohan_fx.planners.pareto_report import NAME, ParetoReport, binding, device_price
 from lohan_fx.planners.pareto_shortage import Shortage
 from lohan_fx.planners.registry import PlannerOptions, register
@@ -212,8 +212,15 @@ class _Search:
             exhaustive=self.exhaustive or offers.done,
             num_simulated=offers.num_simulated,
         )
-        notes = (*report.notes(), *best.plan.notes)
+        notes = (*report.notes(), *self.resident_notes(best), *best.plan.notes)
         return replace(best.plan, strategy=NAME, notes=notes), report
+
+    def resident_notes(self, best: Candidate) -> tuple[str, ...]:
+        """How many units are on the device, if any, unless the plan's own notes begin with that."""
+        if best.source == resident.NAME:
+            return ()
+        some = any(unit.tier == "device" for unit in best.plan.units.values())
+        return (resident.resident_note(best.plan, self.options),) if some else ()
 
     def known_plans(self) -> None:
         """Those that were given, if they fit, and are of the schedule that is wanted."""

@@ -56,11 +56,11 @@ class ParetoReport:
     def notes(self) -> tuple[str, ...]:
         """For `Plan.notes`."""
         tail = ", every assignment was tried or ruled out" if self.exhaustive else ""
-        stages = ", ".join(f"{stage}: {resource}" for stage, resource in self.binding.items())
+        stages = ", ".join(f"{stage} {resource}" for stage, resource in self.binding.items())
         found = [
             f"simulated step {self.step_s:.6g} s, lower bound {self.bound_s:.6g} s, "
             f"gap {100 * self.gap:.2f}%{tail}",
-            f"binding {stages}",
+            f"what binds that lower bound: {stages}",
         ]
         for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
             saved = self.device_s_per_byte * size

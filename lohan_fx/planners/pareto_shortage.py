@@ -70,12 +70,15 @@ class Shortage:
 
     def _of_host(self) -> InsufficientMemoryError | None:
         """Of host memory, if a plan fits with more of that alone."""
-        found = least_host(self.model, self.budget, NAME, self.effort.lean)
+        lean = least_host(self.model, self.budget, NAME, self.effort.lean)
+        found = self._less_host(lean[0] if lean is not None else math.inf)
+        if found is None and lean is not None:
+            found = lean[0], lean[1].plan
         if found is None:
             return None
-        need, made = found
-        parts = host_bytes_needed(self.model.workload, made.plan)
-        advice = host_advice(self.model.workload, made.plan, self.budget)
+        need, plan = found
+        parts = host_bytes_needed(self.model.workload, plan)
+        advice = host_advice(self.model.workload, plan, self.budget)
         where = "the whole step"
         if self.model.options.schedule == "speculative":
             where += ", with second copies of units in host memory"
@@ -93,6 +96,16 @@ class Shortage:
             at_peak=sorted(((n, b) for n, b in parts.items() if b), key=lambda part: -part[1]),
             advice=advice,
         )
+
+    def _less_host(self, limit: float) -> tuple[int, Plan] | None:
+        """The smallest host budget below a limit that another strategy's error asks for, and a plan
+        for it; None if that error keeps silent about the device, which may lack then."""
+        asked = [e.need_bytes for e in self.errors if e.tier == "host"]
+        need = min((n for n in asked if self.budget.host_bytes < n < limit), default=None)
+        if need is None:
+            return None
+        plan = self.first_plan(replace(self.budget, host_bytes=need), self.model.options)
+        return None if plan is None else (need, plan)
 
     def _fits_deferred(self) -> bool:
         """Whether there is a plan for the same budget without second copies."""

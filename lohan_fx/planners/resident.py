@@ -75,12 +75,8 @@ class _Counts:
         made = self.found[count, parked]
         if made is None:
             return None
-        note = f"{count} of {len(self.workload.units)} units are resident: those whose gradients "
-        note += "come last"
-        if self.casts:
-            note += "; they keep no compute copies"
-        if parked:
-            note += f"; gradients of {parked} of them wait in host memory"
+        last = " (those whose gradients come last)" if 0 < count < len(self.order) else ""
+        note = resident_note(made[1], self.options, last)
         return replace(made[1], notes=(note, *made[1].notes))
 
     def search(self, low: int) -> int:
@@ -136,6 +132,23 @@ class _Counts:
             self.errors.append(error.anew())
             return None
         return step_seconds(self.workload, plan, self.hw), plan
+
+
+def resident_note(plan: Plan, options: PlannerOptions, which: str = "") -> str:
+    """How many units live on the device, and how; counted in the plan, as nobody need have chosen
+    them: `states` may say so, or host memory be too small for any other place.
+
+    Args:
+        which: of those that could be, which ones are.
+    """
+    here = [unit for unit in plan.units.values() if unit.tier == "device"]
+    note = f"{len(here)} of {len(plan.units)} units are resident on the device{which}"
+    if options.states != "auto":
+        note += f", as states={options.states!r} has it"
+    casts = sum(unit.casts for unit in here)
+    parked = sum(unit.gradients == "parked" for unit in here)
+    note += f", {casts} keep no compute copy" if casts else ""
+    return note + (f", gradients of {parked} wait in host memory" if parked else "")
 
 
 def plan_resident(

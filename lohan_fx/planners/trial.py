@@ -11,7 +11,7 @@ from lohan_fx.errors import InsufficientMemoryError
 from lohan_fx.footprint import host_breakdown, host_bytes_needed
 from lohan_fx.hardware import MemoryBudget
 from lohan_fx.plan import Tier
-from lohan_fx.planners.assign import Assignment, assign, choices_of, rounded
+from lohan_fx.planners.assign import Assignment, assign, choices_of, rounded, rounded_evenly
 from lohan_fx.planners.integer import solve_whole
 from lohan_fx.planners.keep import keep_greedily
 from lohan_fx.planners.model import Model, Option
@@ -159,17 +159,34 @@ def filled(model: Model, trial: Trial, target: MemoryBudget, worth: Floats, name
     return trial
 
 
-def leanest_draft(model: Model, budget: MemoryBudget, name: str, trials: int) -> Draft | None:
-    """The draft with as little device memory as host memory and SSD allow, whatever the time.
+_UNLIMITED = 2**62
+"""Device bytes that every model fits into."""
 
-    None if those two are too small. Independent of the device budget: what is found for one
-    budget is found for every larger one. The model knows no working sets of recomputed regions:
-    `trials` drafts look whether it helps to change what is recomputed or kept at the fullest op.
+
+def leanest_draft(model: Model, budget: MemoryBudget, name: str, trials: int) -> Draft | None:
+    """A draft with as little device memory as host memory and SSD allow, whatever the time.
+
+    None if those two are too small. Two ways are tried: the device budget decides only whether the
+    first of them will do, so what is found for one budget is found for every larger one. The model
+    knows no working sets of recomputed regions: `trials` drafts look whether it helps to change
+    what is recomputed or kept at the fullest op.
     """
-    budget = replace(budget, device_bytes=0)
-    assignment = _leanest(model, budget, name)
+    first = _leanest_draft(model, budget, name, trials, evenly=False)
+    if first is not None and first.memory.peak_bytes <= budget.device_bytes:
+        return first
+    second = _leanest_draft(model, budget, name, trials, evenly=True)
+    found = [made for made in (first, second) if made is not None]
+    return min(found, key=_fullness, default=None)
+
+
+def _leanest_draft(
+    model: Model, budget: MemoryBudget, name: str, trials: int, *, evenly: bool
+) -> Draft | None:
+    """One of the ways of `leanest_draft`."""
+    assignment = _leanest(model, budget, name, evenly=evenly)
     if assignment is None:
         return None
+    budget = replace(budget, device_bytes=0)
     made = make_draft(model, assignment, budget, name, keep_tiny=False)
     ways = _leaner(model, assignment, made)
     for _ in range(trials):
@@ -185,8 +202,18 @@ def leanest_draft(model: Model, budget: MemoryBudget, name: str, trials: int) ->
     return made
 
 
-def _leanest(model: Model, budget: MemoryBudget, name: str) -> dict[str, Option] | None:
-    """By the linear program alone."""
+def _leanest(
+    model: Model, budget: MemoryBudget, name: str, *, evenly: bool
+) -> dict[str, Option] | None:
+    """By the linear program alone.
+
+    Args:
+        evenly: let units stay on the device, and have as many of them elsewhere as there is room
+            for. Else as few as possible are there, and buffers are set aside for those on SSD,
+            which leaves no room in host memory for any where there is little of it.
+    """
+    drafts = replace(budget, device_bytes=0)
+    budget = replace(budget, device_bytes=_UNLIMITED) if evenly else drafts
     host = _Host(model, budget)
     for _ in range(_ATTEMPTS):
         program = model.program(
@@ -202,10 +229,10 @@ def _leanest(model: Model, budget: MemoryBudget, name: str) -> dict[str, Option]
             if host.relax():
                 continue
             return None
-        x = rounded(model, solution.x)
+        x = rounded_evenly(model, solution.x) if evenly else rounded(model, solution.x)
         assignment = assign(model, x)
         try:
-            make_draft(model, assignment, budget, name, keep_tiny=False)
+            make_draft(model, assignment, drafts, name, keep_tiny=False)
         except InsufficientMemoryError as error:
             if error.tier != "host":
                 return None
@@ -273,5 +300,7 @@ def least_host(
 
 
 def least_memory(model: Model, budget: MemoryBudget) -> float:
-    """Device bytes that no plan undercuts; infinite if host memory or SSD is too small."""
+    """Device bytes that no plan undercuts, however many there are; infinite if host memory or SSD
+    is too small."""
+    budget = replace(budget, device_bytes=_UNLIMITED)  # units may all be there: no buffers for SSD
     return solve(model.program(budget, least_memory=True), model.leanest).bound
