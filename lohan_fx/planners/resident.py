@@ -75,9 +75,12 @@ class _Counts:
         made = self.found[count, parked]
         if made is None:
             return None
-        last = " (those whose gradients come last)" if 0 < count < len(self.order) else ""
-        note = resident_note(made[1], self.options, last)
+        note = resident_note(made[1], self.options, self.which(count))
         return replace(made[1], notes=(note, *made[1].notes))
+
+    def which(self, count: int) -> str:
+        """Those that are resident, for the note."""
+        return " (those whose gradients come last)" if 0 < count < len(self.order) else ""
 
     def search(self, low: int) -> int:
         """The best count of at least `low`: like bisection, around the best of three points."""
@@ -204,17 +207,8 @@ class _Casting(_Counts):
     def most(self) -> int:
         return len(self.order)
 
-    def plan(self, count: int, parked: int = 0) -> Plan | None:
-        """The plan, with a note that says how many keep no copies."""
-        self.seconds(count, parked)
-        made = self.found[count, parked]
-        if made is None:
-            return None
-        here = sum(unit.tier == "device" for unit in made[1].units.values())
-        note = f"{here} of {len(self.workload.units)} units are resident on the device, as "
-        note += f"states={self.options.states!r} has it"
-        note += f", {count} keep no compute copy" if count else ""
-        return replace(made[1], notes=(note, *made[1].notes))
+    def which(self, count: int) -> str:
+        return ""
 
     def gains(self) -> bool:
         """Whether there is memory to gain from copies: something is not kept, and without any it
