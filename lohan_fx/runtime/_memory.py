@@ -22,8 +22,12 @@ at multiples of it."""
 HUGE_PAGE_BYTES = 2 << 20
 """Of x86-64, and of Arm with pages of 4 KiB. Elsewhere memory is aligned to it, and as good."""
 
+_not_inherited: dict[int, int] = {}
+"""Memory of `map_for_device` that a forked child would lack: address to bytes."""
+
 _SHARED_PIECE_BYTES = 256 << 20
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_NO_ACCESS = 0
 _MAP_FIXED = 0x10  # Linux, all architectures; not in Python's mmap module
 _MREMAP_TO = 0x3  # MREMAP_MAYMOVE | MREMAP_FIXED
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -82,13 +86,14 @@ def map_for_device(num_bytes: int) -> int:
     "madvise" or "always"); shared memory has a switch of its own (`shmem_enabled`), which is off
     nearly everywhere. They are why it is private: the CPU optimizer streams through gigabytes, and
     does so faster beside the device's copies (benchmarks/gpu/LOG.md). A page that is copied on
-    write after a fork would leave the device with the old one, so forked children have nothing
-    here until `inherit`: they fault if they touch it.
+    write after a fork would leave the device with the old one, so forked children do not have it
+    until `inherit`: they get SIGSEGV if they touch it.
     """
     base = reserve_addresses(num_bytes + HUGE_PAGE_BYTES)
     address = -(-base // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    end = -(-(address + num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     unmap(base, address - base)
-    unmap(address + num_bytes, base + HUGE_PAGE_BYTES - address)
+    unmap(end, base + num_bytes + HUGE_PAGE_BYTES - end)
     try:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
         _mmap(address, num_bytes, _READ_WRITE, flags, -1, 0)
@@ -96,6 +101,7 @@ def map_for_device(num_bytes: int) -> int:
     except OSError:
         unmap(address, num_bytes)
         raise
+    _not_inherited[address] = num_bytes
     with contextlib.suppress(OSError):  # a kernel without huge pages
         _advise(address, num_bytes, mmap.MADV_HUGEPAGE)
     return address
@@ -104,12 +110,24 @@ def map_for_device(num_bytes: int) -> int:
 def inherit(address: int, num_bytes: int) -> None:
     """Let children that are forked from now on have memory of `map_for_device`, as a copy."""
     _advise(address, num_bytes, mmap.MADV_DOFORK)
+    _not_inherited.pop(address, None)
+
+
+def _close_gaps() -> None:
+    """In a forked child: take the addresses of what it lacks, or its next allocations would lie
+    there, and tensors of its parent would show them."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    for address, num_bytes in _not_inherited.items():
+        with contextlib.suppress(OSError):
+            _mmap(address, num_bytes, _NO_ACCESS, flags, -1, 0)
+
+
+os.register_at_fork(after_in_child=_close_gaps)
 
 
 def reserve_addresses(num_bytes: int) -> int:
     """Return the start of `num_bytes` of address space without memory, for `map_file_at`."""
-    no_access = 0
-    return _mmap(None, num_bytes, no_access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    return _mmap(None, num_bytes, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
 
 
 def map_file_at(address: int, num_bytes: int, fd: int, offset: int) -> None:
@@ -134,7 +152,8 @@ def replace_pages(address: int, content: torch.Tensor) -> None:
 
 def unmap(address: int, num_bytes: int) -> None:
     """Undo any of the mappings above."""
-    if num_bytes:
+    _not_inherited.pop(address, None)
+    if num_bytes > 0:
         _libc.munmap(address, num_bytes)
 
 

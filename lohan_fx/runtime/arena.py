@@ -143,8 +143,9 @@ class Arena:
             self._address = (map_for_device if self._pin else map_anonymous)(self.num_bytes)
         except OSError as error:
             raise _insufficient(self.num_bytes, have_bytes) from error
+        self._pid = os.getpid()
         release = functools.partial(
-            _release, self._locker, self._locked, self._address, self.num_bytes, os.getpid()
+            _release, self._locker, self._locked, self._address, self.num_bytes, self._pid
         )
         self._slab: torch.Tensor | None = tensor_over(self._address, self.num_bytes, release)
         _touch(self._slab)
@@ -202,7 +203,7 @@ class Arena:
 
         GPU copies must have ended. The memory goes back to the system with the last view.
         """
-        _unlock(self._locker, self._locked, self._address)
+        _unlock(self._locker, self._locked, self._address, self._pid)
         if self._slab is not None and self._pin:
             inherit(self._address, self.num_bytes)
         self._slab = None
@@ -458,16 +459,15 @@ def _touch_pieces(pieces: deque[torch.Tensor]) -> None:
         ctypes.memset(piece.data_ptr(), 0, piece.numel())
 
 
-def _unlock(locker: PageLocker, locked: dict[int, int], base: int) -> None:
+def _unlock(locker: PageLocker, locked: dict[int, int], base: int, pid: int) -> None:
     while locked:
         offset, _ = locked.popitem()
-        locker.unlock(base + offset)
+        if os.getpid() == pid:  # a forked child has pinned nothing
+            locker.unlock(base + offset)
 
 
 def _release(
     locker: PageLocker, locked: dict[int, int], base: int, num_bytes: int, pid: int
 ) -> None:
-    if os.getpid() != pid:  # a forked child may have other things at these addresses
-        return
-    _unlock(locker, locked, base)
+    _unlock(locker, locked, base, pid)
     unmap(base, num_bytes)
