@@ -22,6 +22,8 @@ from lohan_fx.api import LohanModule
 from lohan_fx.errors import StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SCHEDULES
+from lohan_fx.runtime import engine
+from lohan_fx.runtime.arena import Arena, PageLocker
 from tests.models import loss_of, make
 from tests.training import (
     Squeezed,
@@ -237,3 +239,14 @@ class Resources:
 
     def assert_back(self) -> None:
         assert self._now() == self.found
+
+
+def pin_with(locker: type[PageLocker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have models on a CPU pin their host memory, too, by a locker that needs no GPU."""
+
+    def pinned(num_bytes: int, **options: Any) -> Arena:
+        return Arena(num_bytes, **{**options, "pin": True})
+
+    for module in (lohan_fx.compiled.allocation, engine):
+        monkeypatch.setattr(module, "Arena", pinned)
+    monkeypatch.setattr(lohan_fx.compiled.allocation, "PageLocker", locker)

@@ -27,12 +27,12 @@ import torch
 from lohan_fx.errors import StepError, StorageError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime import states
-from lohan_fx.runtime.arena import BufferRing
+from lohan_fx.runtime.arena import BufferRing, PageLocker
 from lohan_fx.runtime.lane import Lane, RankedLane, Ticket
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile, striped_file
 from lohan_fx.runtime.unit_updates import UnitUpdates
 from lohan_fx.runtime.waiting import Future
-from tests.failing import Resources, Run, same, with_copies
+from tests.failing import Resources, Run, pin_with, same, with_copies
 from tests.faults import Fault, Faults
 from tests.models import loss_of
 from tests.training import (
@@ -490,6 +490,34 @@ def test_a_child_that_is_forked_beside_updates_ends(
     assert ended == (pid, 0)
     run.done += 1
     run.good_step()
+    run.close(hw)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12 and later
+def test_data_loaders_fork_beside_pinned_memory(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their children, which lack it, load and end; steps stay plain PyTorch's."""
+
+    class Granting(PageLocker):
+        def available(self) -> bool:
+            return True
+
+        def lock(self, address: int, num_bytes: int) -> str:
+            return ""
+
+        def unlock(self, address: int) -> None:
+            assert os.getpid() == parent, "a child unpins its parent's memory"
+
+    parent = os.getpid()
+    pin_with(Granting, monkeypatch)
+    run = Run(hw, monkeypatch, states="host", swap_to="host", schedule="overlapped")
+    run.good_step()
+    rows = torch.utils.data.TensorDataset(torch.arange(4.0))
+    loader = torch.utils.data.DataLoader(rows, num_workers=2, multiprocessing_context="fork")
+    for k, (row,) in enumerate(loader):
+        assert row.item() == k
+        run.good_step()
     run.close(hw)
 
 

@@ -24,10 +24,10 @@ import lohan_fx.compiled.programs
 from lohan_fx.api import LohanModule
 from lohan_fx.errors import InsufficientMemoryError, LohanError, StorageError
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.runtime import arena, engine
-from lohan_fx.runtime.arena import Arena, PageLocker
+from lohan_fx.runtime import arena
+from lohan_fx.runtime.arena import PageLocker
 from lohan_fx.runtime.ssd import striped_file
-from tests.failing import TIERS, Run
+from tests.failing import TIERS, Run, pin_with
 from tests.faults import Fault, Faults, interrupted
 from tests.models import loss_of, make
 from tests.training import (
@@ -207,12 +207,7 @@ def test_pinning_is_refused(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
         def lock(self, address: int, num_bytes: int) -> str:
             return "out of memory"
 
-    def pinned(num_bytes: int, **options: Any) -> Arena:
-        return Arena(num_bytes, **{**options, "pin": True})
-
-    for module in (lohan_fx.compiled.allocation, engine):
-        monkeypatch.setattr(module, "Arena", pinned)
-    monkeypatch.setattr(lohan_fx.compiled.allocation, "PageLocker", Refusing)
+    pin_with(Refusing, monkeypatch)
     run = Run(hw, monkeypatch, states="host", swap_to="host")
     with pytest.warns(RuntimeWarning, match=r"were refused: out of memory.*ulimit -l") as caught:
         run.good_step()
