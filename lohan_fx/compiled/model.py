@@ -225,9 +225,12 @@ class CompiledModel:
             uncounted: look for such writes. Without, this does what forward does.
 
         Raises:
-            StepError: as forward, about parameters; or, if `uncounted`, as `sync`.
+            StepError: as `prepare`.
+            the first error of an update, if `uncounted`.
         """
         with grad_mode_kept(), _outside_inference_mode():
+            self._programs.clear_unfinished()
+            self.integrity.check_step()
             take_over_parameters(self._programs, self._training, self._user.parameters())
             if uncounted and self.memory is not None:
                 self.sync()
