@@ -250,9 +250,7 @@ class ModelStates:
         """
         if self._untouched():
             return
-        written = [
-            (states, which) for states in self.units if (which := states.written(trained=self.gave))
-        ]
+        written = [(states, which) for states in self.units if (which := states.written())]
         ours = [states for states, which in written if not states.is_another_optimizers(which)]
         if ours and behind:
             raise StepError(

@@ -184,10 +184,10 @@ class UnitStates:
         self.versions = versions_of(self.parameters)
         self.addresses = addresses_of(self.parameters)
 
-    def written(self, *, trained: bool = False) -> list[int]:
+    def written(self) -> list[int]:
         """The parameters that user code wrote to, or gave other memory, since they were exposed, or
-        (if they may have been `trained`) may have."""
-        may = self.may_be_written() if trained else ()
+        may have."""
+        may = self.may_be_written()
         if (
             not may
             and versions_of(self.parameters) == self.versions
@@ -313,7 +313,7 @@ class UnitStates:
 
 
 def _agree(view: Tensor, p: Tensor) -> bool:
-    """Whether the one of less precision is the other's cast. (Casts of NaN differ in their bits.)"""
+    """Whether the one of less precision is the other's cast. (Casts of NaN may differ in bits.)"""
     if view.element_size() > p.element_size():
         view, p = p, view
     cast = p.to(view)
