@@ -4,15 +4,22 @@ compute copies: the next forward sees it, or the one behind `take_over`."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+import lohan_fx
 from lohan_fx.errors import StepError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.runtime import unit_states
+from lohan_fx.runtime.ssd import StripedFile
+from lohan_fx.runtime.unit_states import UnitStates
 from tests.casting import ALWAYS, HARD, KEPT, NEVER, units_of
 from tests.loops import assert_same, compiled
 from tests.training import (
@@ -77,6 +84,15 @@ def train(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
     optimizer.zero_grad()
     found: Tensor = loss.detach()
     return found
+
+
+@torch.no_grad()
+def evaluated(net: Net) -> Tensor:
+    """The loss of batch 1 by other copies."""
+    fresh, given = Net(), batch(1)
+    fresh.load_state_dict(net.state_dict())
+    loss: Tensor = fresh.bfloat16()(given["x"].bfloat16(), given["y"])
+    return loss
 
 
 # -- writes ----------------------------------------------------------------------------------------
@@ -223,9 +239,7 @@ def test_evaluations_see_it(write: Write, hw: HardwareProfile) -> None:
     """The first forward behind the write is no step."""
     masters = weights()
     write(masters)
-    with torch.no_grad():
-        given = batch(1)
-        wanted = masters.bfloat16()(given["x"].bfloat16(), given["y"])
+    wanted = evaluated(masters)
     model, net, _ = made(hw, states="host", forwards=2)
     model.lohan.prepare(**batch(0))
     write(net)
@@ -233,6 +247,23 @@ def test_evaluations_see_it(write: Write, hw: HardwareProfile) -> None:
         model.lohan.take_over()
     with torch.no_grad():
         assert identical(model(**batch(1)), wanted)
+    model.lohan.close()
+
+
+def test_memory_replaced_twice(hw: HardwareProfile) -> None:
+    """What the last forward saw stays until the next, or other memory would have its address."""
+    model, net, _ = made(hw, states="host")
+    model.lohan.prepare(**batch(0))
+    p: Any = net.layers[1].weight  # type: ignore[union-attr]
+    array = np.full(p.shape, 0.5, np.float32)
+    p.data, seen = torch.from_numpy(array), weakref.ref(array)
+    del array
+    for factor in (1.0, 0.5):
+        with torch.no_grad():
+            assert identical(model(**batch(1)), evaluated(net))
+        for _ in range(2):
+            p.data = p.detach() * factor
+        assert (seen() is None) == (factor != 1.0)
     model.lohan.close()
 
 
@@ -292,6 +323,57 @@ def test_what_another_optimizer_trains(
     assert_same(net, both.ours, masters, its.ours)
 
 
+@pytest.mark.parametrize("options", [{}, {"gradients": "kept"}], ids=str)
+@pytest.mark.parametrize("other", ["fused", "data"])
+def test_evaluations_between_see_what_it_trains(
+    other: str, options: dict[str, Any], hw: HardwareProfile
+) -> None:
+    """Also one that comes when it has its gradients and has not used them yet."""
+    net = weights()
+    both: Any = Both(net, other)
+    model: Any = compiled(net, both.ours, hw, dtype="bf16", states="host", **options)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            assert identical(model(**batch(1)), evaluated(net))
+
+    for seed in range(2):
+        model(**batch(seed)).backward()
+        both.ours.step()
+        evaluate()
+        both.other.step()
+        both.zero_grad()
+        evaluate()
+    model.lohan.close()
+
+
+@pytest.mark.parametrize("place", ["host", "ssd", "ssd, copies in host memory"])
+@pytest.mark.parametrize("resets", [True, False])
+def test_what_it_has_not_written_is_not_stored(
+    place: str, resets: bool, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared once after its gradients have gone; where nobody resets them, by each forward."""
+    net = weights()
+    both: Any = Both(net, "data")
+    model: Any = compiled(net, both.ours, hw, dtype="bf16", **PLACES[place])
+    train(model, both, 0)
+    model(**batch(1)).backward()
+    both.ours.step()
+    if resets:
+        both.zero_grad()
+    before, compared = counts(model), counted(monkeypatch, unit_states, "_agree")
+    flushes = counted(monkeypatch, StripedFile, "flush")
+    num_compared = []
+    for seed in range(3):
+        with torch.no_grad():
+            model(**batch(seed))
+        num_compared.append(len(compared))
+    assert before == counts(model)
+    assert not flushes
+    assert num_compared == ([3, 3, 3] if resets else [3, 6, 9])
+    model.lohan.close()
+
+
 # -- parameters in the compute dtype ---------------------------------------------------------------
 
 
@@ -323,6 +405,25 @@ def test_masters_that_no_parameter_shows(place: str, hw: HardwareProfile) -> Non
     model.lohan.close()
 
 
+def counts(model: Any) -> tuple[int, list[int]]:
+    """How often weights have changed, and how often each compute copy was written."""
+    copies = [s.flats.compute._version for s in units_of(model) if s.flats]
+    return model.lohan.memory.states.generation, copies
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[None]:
+    """One element a call of a function, from now on."""
+    calls: list[None] = []
+    function = getattr(owner, name)
+
+    def call(*args: Any) -> Any:
+        calls.append(None)
+        return function(*args)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
 # -- what is no write ------------------------------------------------------------------------------
 
 
@@ -332,26 +433,101 @@ def test_updates_are_no_writes(place: str, norm: float, hw: HardwareProfile) -> 
     """Nothing is cast anew for them, nor by a call in vain."""
     schedule = "speculative" if place == "host" else "deferred"
     model, _, optimizer = made(hw, **PLACES[place], schedule=schedule, clip_grad_norm=norm)
-    model.lohan.prepare(**batch(0))
-    copies = [s.flats.compute for s in units_of(model) if s.flats and not s.casts]
     for seed in range(3):
         train(model, optimizer, seed)
         model.lohan.sync()
         assert not any(s.written() for s in units_of(model))
-        copies = [s.flats.compute for s in units_of(model) if s.flats]
-        before = [c._version for c in copies]
-        generation = model.lohan.memory.states.generation
+        before = counts(model)
         model.lohan.take_over()
-        assert before == [c._version for c in copies]
-        assert generation == model.lohan.memory.states.generation
+        assert before == counts(model)
+    model.lohan.close()
+
+
+@pytest.mark.parametrize(("place", "most"), [("ssd", 1), ("host", 0)])
+def test_a_call_in_vain_stores_nothing(
+    place: str, most: int, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Users may have written into the file's mapping: that is one flush, not one a unit."""
+    model, _, optimizer = made(hw, **PLACES[place])
+    train(model, optimizer, 0)
+    flushes = counted(monkeypatch, StripedFile, "flush")
+    model.lohan.take_over()
+    assert len(flushes) == most
+    model.lohan.close()
+
+
+def test_nan_is_no_write(hw: HardwareProfile) -> None:
+    """It equals nothing."""
+    model, net, optimizer = made(hw, states="host")
+    train(model, optimizer, 0)
+    for p in some(net):
+        p.data.view(-1)[:3] = float("nan")
+    model.lohan.take_over()
+    before = counts(model)
+    model.lohan.take_over()
+    assert before == counts(model)
     model.lohan.close()
 
 
 # -- when it is refused ----------------------------------------------------------------------------
 
 
-def test_between_forward_and_backward(hw: HardwareProfile) -> None:
-    """Backward would read other copies than its forward did."""
+WEIGHTS: dict[str, Callable[[Net], nn.Parameter]] = {
+    "ours": lambda net: net.first.weight,
+    "another optimizer's": lambda net: net.layers[0].weight,  # type: ignore[union-attr,return-value]
+    "frozen": lambda net: net.layers[1].weight,  # type: ignore[union-attr,return-value]
+}
+
+
+@pytest.mark.parametrize("looks", ["evaluation", "take_over", "save"])
+@pytest.mark.parametrize("write", ["in place", "memory", "data"])
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_between_forward_and_backward(
+    weight: str, write: str, looks: str, hw: HardwareProfile, tmp_path: Path
+) -> None:
+    """Backward would read other copies than its forward did, of this one weight."""
+
+    def backward(*, written: bool) -> Tensor:
+        net = weights()
+        both: Any = Both(net, "data")
+        model: Any = compiled(net, both.ours, hw, dtype="bf16", states="host", forwards=2)
+        model(**batch(0)).backward()
+        both.step()
+        both.ours.zero_grad()  # the other one may have a step to come
+        loss, p = model(**batch(1)), WEIGHTS[weight](net)
+        if not written:
+            pass
+        elif write == "in place":
+            with torch.no_grad():
+                p.mul_(3)
+        elif write == "memory":
+            p.data = p.detach() * 3
+        else:
+            p.data.mul_(3)
+        if looks == "evaluation":
+            with torch.no_grad():
+                model(**batch(2))
+        elif looks == "take_over":
+            model.lohan.take_over()
+        else:
+            lohan_fx.save(model, tmp_path)
+        try:
+            loss.backward()
+            gradient = net.layers[0].bias.grad  # type: ignore[union-attr]
+            assert isinstance(gradient, Tensor)
+            return gradient.clone()
+        finally:
+            model.lohan.close()
+
+    unseen = write == "data" and looks != "take_over" and weight != "another optimizer's"
+    if unseen:
+        assert identical(backward(written=True), backward(written=False))
+        return
+    with pytest.raises(StepError, match="weights were updated, loaded or written between"):
+        backward(written=True)
+
+
+def test_training_goes_on_without_it(hw: HardwareProfile) -> None:
     model, net, optimizer = made(hw, states="host")
     train(model, optimizer, 0)
     loss = model(**batch(1))
@@ -361,18 +537,44 @@ def test_between_forward_and_backward(hw: HardwareProfile) -> None:
     loss = model(**batch(2))
     data(net)
     model.lohan.take_over()
-    with pytest.raises(StepError, match="weights were updated or loaded between"):
+    with pytest.raises(StepError, match="weights were updated, loaded or written between"):
         loss.backward()
     train(model, optimizer, 2)
     model.lohan.close()
 
 
+def test_an_interrupt_leaves_no_forward_to_go_on_from(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, net, optimizer = made(hw, states="host", forwards=2)
+    train(model, optimizer, 0)
+    loss = model(**batch(1))
+    other_memory(net)
+    take_over = UnitStates.take_over
+
+    def interrupted(states: UnitStates, written: Collection[int]) -> bool:
+        take_over(states, written)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnitStates, "take_over", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.lohan.take_over()
+    with pytest.raises(StepError, match="weights were updated, loaded or written between"):
+        loss.backward()
+    model.lohan.close()
+
+
 def test_between_backward_and_step(hw: HardwareProfile) -> None:
-    model, _, optimizer = made(hw, states="host")
+    """Refused before anything is written."""
+    model, net, optimizer = made(hw, states="host", schedule="serial")
     model.lohan.take_over()  # there is nothing yet
     model(**batch(0)).backward()
-    with pytest.raises(StepError, match=r"call optimizer\.step\(\) first"):
+    in_place(net)
+    before = counts(model)
+    with pytest.raises(StepError, match=r"call optimizer\.step\(\) before"):
         model.lohan.take_over()
+    assert before == counts(model)
     optimizer.step()
     model.lohan.take_over()
     model.lohan.close()

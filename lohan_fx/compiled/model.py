@@ -214,20 +214,25 @@ class CompiledModel:
         """Take over what user code wrote into parameters: the next forward reads it then.
 
         Forward does so itself with what PyTorch counts (``copy_`` and other ops on a parameter,
-        ``nn.init``, ``load_state_dict``), with ``p.data = …``, and with parameters that another
-        optimizer trains. What else is written into ``p.data``, by NumPy, or by torch's fused
-        optimizers, nobody counts: in mixed precision forward goes on with compute copies of what
-        was there before, until the next update makes them anew (those of frozen parameters for
-        ever). Call this after such writes. It reads all weights, on SSDs, too.
+        ``nn.init``, ``load_state_dict``), with ``p.data = …``, and after a backward with parameters
+        that another optimizer trains. What else is written into ``p.data``, by NumPy, or by torch's
+        fused optimizers, nobody counts: in mixed precision forward goes on with compute copies of
+        what was there before, until the next update makes them anew (those of frozen parameters
+        for ever). Call this after such writes. It reads all weights, on SSDs, too.
         (``torch.autograd.graph.increment_version(p)`` has PyTorch count one, and reads nothing.)
+
+        A forward before such a write, if one waits for its backward, can have none any more.
 
         Args:
             uncounted: look for such writes. Without, this does what forward does.
 
         Raises:
-            StepError: as forward, about parameters; or, if `uncounted`, as `sync`.
+            StepError: as `prepare`.
+            the first error of an update, if `uncounted`.
         """
         with grad_mode_kept(), _outside_inference_mode():
+            self._programs.clear_unfinished()
+            self.integrity.check_step()
             take_over_parameters(self._programs, self._training, self._user.parameters())
             if uncounted and self.memory is not None:
                 self.sync()

@@ -158,8 +158,8 @@ def unmap(address: int, num_bytes: int) -> None:
 
 
 def forget_pages(tensor: torch.Tensor) -> None:
-    """Take the pages of a flushed file mapping out of this process's memory; a touch brings them
-    back. `tensor` is uint8; only whole pages inside it go."""
+    """Take the pages of a shared file mapping out of this process's memory; a touch brings them
+    back, with what was stored. `tensor` is uint8; only whole pages inside it go."""
     start = round_up(tensor.data_ptr())
     length = (tensor.data_ptr() + tensor.numel()) // ALIGNMENT * ALIGNMENT - start
     if length > 0:

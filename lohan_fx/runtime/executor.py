@@ -194,6 +194,7 @@ class Executor:
                 recorder.end_compute()
             if updater is not None:
                 updater.end()
+            self.engine.states.gave = True
             found = {
                 (role.target, role.index): value
                 for role, value in zip(self.halves.backward_outputs, gradients, strict=True)
@@ -212,7 +213,7 @@ class Executor:
         """
         try:
             if pending.generation != self.engine.states.generation:
-                raise changed("weights were updated or loaded")
+                raise changed("weights were updated, loaded or written")
             self.reachable.check(pending.saved, pending.buffers, pending.versions)
         except StepError:
             self.drop(pending)

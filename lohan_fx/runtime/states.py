@@ -72,8 +72,9 @@ class ModelStates:
         units: the states of each, in the order of `units`.
         parameter_ids: of the parameters of all units.
         gradients: what stands in ``.grad`` of the parameters that are trained.
-        generation: how often updates or loaded values have changed weights: what backward reads
-            again must be of its forward's.
+        generation: how often updates, loaded values or users' writes have changed what forward
+            reads: what backward reads again must be of its forward's.
+        gave: a backward has run whose gradients another optimizer may have used since.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class ModelStates:
     ) -> None:
         self.device = device
         self.generation = 0
+        self.gave = False
         self.file = file
         self._mapping = file.map() if file is not None else None
         by_name = dict(model.named_parameters())
@@ -256,10 +258,9 @@ class ModelStates:
                 "step were running, and one of the two is lost: call model.lohan.sync() before "
                 "writing into parameters, or use schedule='serial' or 'optimized'"
             )
-        for states, which in written:
-            states.take_over(which)
-        if any(states.on_ssd for states, _ in written):
-            self.flush()
+        self._copy_written(written)
+        # those that are left are used, or not, by a step that is to come
+        self.gave = any(p.grad is not None for s in self._others() for p in s.parameters)
 
     def _untouched(self) -> bool:
         """Whether nothing was written; asking unit by unit takes longer."""
@@ -267,16 +268,32 @@ class ModelStates:
         return (
             versions_of(parameters) == [v for states in self.units for v in states.versions]
             and addresses_of(parameters) == [a for states in self.units for a in states.addresses]
-            and not any(s.may_be_written() for s in self.units if s.optimizer is None)
+            and not (self.gave and any(s.may_be_written() for s in self._others()))
         )
 
+    def _others(self) -> Iterator[UnitStates]:
+        """The units that our optimizer does not update."""
+        return (states for states in self.units if states.optimizer is None)
+
     def compare(self) -> None:
-        """Take over what user code wrote where nobody counts: all weights are read. If there was
-        anything, a backward that is to come would not be that of its forward."""
-        for states in self.units:
-            if states.take_over(()):
-                self.generation += 1
-            self.flush(states)
+        """Take over what user code wrote where nobody counts: all weights are read."""
+        self._copy_written((states, ()) for states in self.units)
+
+    def _copy_written(self, written: Iterable[tuple[UnitStates, Collection[int]]]) -> None:
+        """Take over these parameters of units. If there was anything to copy, a backward that is to
+        come would not be that of its forward."""
+        before, changed, stored = self.generation, False, False
+        self.generation += 1  # first: an interrupt may leave some copied
+        for states, which in written:
+            copied = states.take_over(which)
+            changed |= copied
+            if states.on_ssd:
+                stored |= copied or states.visible is not None  # users store there themselves
+                self._forget(states)
+        if stored:
+            self.flush()
+        if not changed:
+            self.generation = before
 
     def move(self, states: UnitStates, arena: Arena | None, *, casts: bool = False) -> None:
         """Move a unit between device and host, between two steps: to `arena`, or the device, where
@@ -357,9 +374,12 @@ class ModelStates:
         if self.file is not None and (written is None or written.on_ssd):
             self.file.flush()
             if written is not None:
-                assert self._mapping is not None
-                end = written.offset + written.num_bytes
-                forget_pages(self._mapping[written.offset : end])
+                self._forget(written)
+
+    def _forget(self, states: UnitStates) -> None:
+        """Let a unit's pages of the SSD mapping leave the process, flushed or not."""
+        assert self._mapping is not None
+        forget_pages(self._mapping[states.offset : states.offset + states.num_bytes])
 
     def forget(self) -> None:
         """Let pages of the SSD mapping that were only read leave the process."""

@@ -35,6 +35,7 @@ class UnitStates:
     `parked`: an SSD unit that is in host memory, because its file could not be written.
     `host_copy`: the compute copy of an SSD unit whose file holds all but that (None: all of it).
     `casts`: a unit on the device that keeps no compute copy.
+    `held`: the parameters' memory while it is their own, so that no other gets its `addresses`.
     Offsets and sizes below are of what lies together, so without it.
     """
 
@@ -59,6 +60,7 @@ class UnitStates:
     taken: bool = False
     versions: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
+    held: list[Tensor] = field(default_factory=list)
     sums: list[bool] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     lent: list[LentGradient] = field(default_factory=list)
@@ -177,13 +179,15 @@ class UnitStates:
                     realize(p, part.memory.data)  # a version of its own: updates are not the user's
                 else:
                     p.data = part.memory
+        else:
+            self.held = [p.detach() for p in self.parameters]
         self.versions = versions_of(self.parameters)
         self.addresses = addresses_of(self.parameters)
 
     def written(self) -> list[int]:
         """The parameters that user code wrote to, or gave other memory, since they were exposed, or
         may have."""
-        may = () if self.optimizer is not None else self.may_be_written()
+        may = self.may_be_written()
         if (
             not may
             and versions_of(self.parameters) == self.versions
@@ -199,7 +203,7 @@ class UnitStates:
     def may_be_written(self) -> Collection[int]:
         """The parameters, other than the unit's flats, that another optimizer trains: torch's fused
         ones write where nobody counts, as those do that write into ``.data``."""
-        if self.visible is not None:
+        if self.optimizer is not None or self.visible is not None:
             return ()
         return {i for i, p in enumerate(self.parameters) if p.requires_grad}
 
@@ -221,7 +225,8 @@ class UnitStates:
         """Copy what user code wrote into the flats that it did not write into itself.
 
         Other parameters keep their masters, which are more than their compute copies, unless they
-        were written where nobody counts (``.data``). Says whether there was anything to copy.
+        were written where nobody counts (``.data``). Says whether there was anything to copy:
+        backward reads other copies than a forward before did.
         """
         assert self.flats is not None
         copied = False
@@ -231,8 +236,9 @@ class UnitStates:
                     p = self.parameters[i].detach()
                     if flat is self.visible:
                         differs = self._is_moved(i)
-                    else:
-                        differs = i in written or not _agree(view, p)
+                    else:  # nothing is more than a parameter's own memory
+                        rounds = self.visible is not None and i in written
+                        differs = rounds or not _agree(view, p)
                     if differs:
                         view.copy_(p)
                         copied = True
@@ -307,10 +313,11 @@ class UnitStates:
 
 
 def _agree(view: Tensor, p: Tensor) -> bool:
-    """Whether the one of less precision is the other's cast."""
+    """Whether the one of less precision is the other's cast. (Casts of NaN may differ in bits.)"""
     if view.element_size() > p.element_size():
         view, p = p, view
-    return torch.equal(view, p.to(view))
+    cast = p.to(view)
+    return torch.equal(view, cast) or torch.allclose(view, cast, rtol=0, atol=0, equal_nan=True)
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
