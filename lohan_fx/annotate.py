@@ -26,7 +26,7 @@ from torch.utils.flop_counter import (
 
 from lohan_fx._compat import OpOverload, storage_key
 from lohan_fx.capture import dense_stride
-from lohan_fx.errors import CaptureError
+from lohan_fx.errors import CaptureError, LohanError
 from lohan_fx.gradient_sums import inner_bytes, own_scratch_bytes
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.joint_graph import Captured, is_random, is_repeatable, op_name
@@ -297,6 +297,9 @@ def unit_layouts(
     One unit a block; outside of blocks, one a module that owns parameters. Parameters that
     train and those that do not, and different dtypes, never share a unit. Tied parameters
     belong to the unit of their first name.
+
+    Raises:
+        LohanError: a trained parameter's dtype is neither that of masters nor of compute copies.
     """
     train = set(trained)
     blocks = block_paths(model)
@@ -312,6 +315,14 @@ def unit_layouts(
         if bases.count(base) > 1:
             name = f"{base}[{'train' if trains else 'frozen'},{str(dtype).removeprefix('torch.')}]"
         copy_dtype = layout.copy_dtype(members[0][1])
+        master_dtype = layout.master_dtype(members[0][1]) if trains else copy_dtype
+        if trains and dtype not in (master_dtype, copy_dtype):
+            raise LohanError(
+                f"{members[0][0]} is trained and {dtype}: in mixed precision with "
+                f"dtype={str(copy_dtype).removeprefix('torch.')!r} it shows what training makes of "
+                f"it only as torch.float32 (the masters) or {copy_dtype} (their copies). Convert "
+                "the model (model.float()) before lohan_fx.compile, or pass dtype=None"
+            )
         step = ALIGNMENT_BYTES // copy_dtype.itemsize
         slices = []
         end = 0
@@ -332,7 +343,7 @@ def unit_layouts(
                 block=base,
                 slices=tuple(slices),
                 numel=end,
-                dtype=layout.master_dtype(members[0][1]) if trains else copy_dtype,
+                dtype=master_dtype,
                 copy_dtype=copy_dtype,
                 shown_dtype=dtype,
                 trains=trains,

@@ -224,6 +224,7 @@ def compile(
     Raises:
         UnsupportedOptimizerError: the optimizer's update is not elementwise.
         HardwareError: the profile and the machine, or the budget and the profile, disagree.
+        LohanError: a trained parameter is neither float32 nor of `dtype`; and any wrong argument.
         CheckpointError: weights= is damaged or does not fit; all keys concerned are named.
         At the first forward: CaptureError, InsufficientMemoryError, StorageError, PlanError.
     """

@@ -27,6 +27,7 @@ from lohan_fx.annotate import (
 )
 from lohan_fx.api import LohanModule
 from lohan_fx.capture import capture
+from lohan_fx.errors import LohanError
 from lohan_fx.gradient_sums import sums_in_place
 from lohan_fx.workload import Op, Workload
 from tests.captured import HW, STATES, Step, leaves, step, step_of
@@ -359,7 +360,11 @@ def test_dtypes_are_apart_and_slices_are_aligned() -> None:
         assert all(s.offset * size % ALIGNMENT_BYTES == 0 for s in layout.slices)
         assert layout.numel * size % ALIGNMENT_BYTES == 0
     low = StateLayout(compute_dtype=torch.bfloat16, num_states=2)
+    with pytest.raises(LohanError, match=r"2\.bias is trained and torch\.float64"):
+        unit_layouts(model, names, low)
+    model[2].bias = nn.Parameter(model[2].bias.to(torch.bfloat16))
     half = unit_layouts(model, names, low)
+    assert {u.shown_dtype for u in half} == {torch.float32, torch.bfloat16}
     assert {u.copy_dtype for u in half} == {torch.bfloat16}
     assert {u.dtype for u in half} == {torch.float32}
 

@@ -397,3 +397,21 @@ def test_what_is_given_without_its_name_is_told_it(hw: HardwareProfile) -> None:
     with pytest.raises(LohanError, match="not the AdamW: write optimizer= for that"):
         compile(model, hw=optimizer)
     assert not isinstance(model, LohanModule)
+
+
+@pytest.mark.parametrize(("own", "dtype"), [("float16", "bf16"), ("bfloat16", "fp16")])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_a_trained_parameter_has_to_show_its_master_or_copy(
+    own: str, dtype: str, trained: bool, hw: HardwareProfile
+) -> None:
+    """Of a third dtype it would keep what it was before training."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].to(getattr(torch, own)).requires_grad_(trained)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    if trained:
+        with pytest.raises(LohanError, match=rf"0\.weight is trained and torch\.{own}.*\.float"):
+            lohan_fx.compile(model, hw=hw, optimizer=optimizer, dtype=dtype)
+        return
+    made = lohan_fx.compile(model, hw=hw, optimizer=optimizer, dtype=dtype)
+    made(torch.randn(4, 16)).sum().backward()
+    made.lohan.close()
