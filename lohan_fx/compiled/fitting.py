@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-from lohan_fx import footprint
+from lohan_fx.compiled.leaving_room import needs, plan_leaving_room
 from lohan_fx.compiled.options import Options
 from lohan_fx.errors import InsufficientMemoryError, PlanError, format_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
@@ -15,7 +15,7 @@ from lohan_fx.planners.prediction import predict
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.planners.tiers import check_states_fit
 from lohan_fx.planners.whole import tried_or_deferred
-from lohan_fx.program import lower, residency, waiting_bytes
+from lohan_fx.program import lower, residency
 from lohan_fx.workload import Workload
 
 PREPARE = "model.lohan.prepare(…) with a batch to train on"
@@ -44,7 +44,7 @@ def given_plan(options: Options, workload: Workload) -> Plan | None:
             "for this model, or leave plan= out"
         )
     try:
-        need = _need(workload, plan)
+        need = needs(workload, plan)
     except PlanError as error:
         if not has_backward(workload):
             raise PlanError(
@@ -118,18 +118,6 @@ def _why_too_large(options: Options, plan: Plan, tier: Tier, peak: int, have: in
     )
 
 
-def _need(workload: Workload, plan: Plan) -> dict[Tier, tuple[int, int]]:
-    """Bytes of every tier: at the peak of a step, and for what one more waiting forward holds."""
-    program = lower(workload, plan)
-    host = footprint.host_bytes_needed(workload, plan)
-    ssd = footprint.ssd_bytes_needed(workload, plan)
-    return {
-        "device": (residency(program).peak_bytes, waiting_bytes(program)),
-        "host": (sum(host.values()), host["residuals"]),
-        "ssd": (sum(ssd.values()), ssd["residuals"]),
-    }
-
-
 def fitting_plan(
     options: Options,
     workload: Workload,
@@ -153,33 +141,10 @@ def fitting_plan(
     """
     if isinstance(options.strategy, str):  # what others may do, nobody knows
         check_states_fit(workload, hw, options.budget, planner)
-    others = options.forwards - 1
-    budget = options.budget
-    while True:
-        plan = _plan_once(options, workload, hw, budget, planner, deferred)
-        if not others:
-            return plan
-        less = {}
-        for tier, (peak, waiting) in _need(workload, plan).items():
-            have = getattr(options.budget, f"{tier}_bytes")
-            left = have - others * waiting
-            if peak > left and left < getattr(budget, f"{tier}_bytes"):
-                less[tier] = left
-        if not less:
-            return plan
-        tier = min(less, key=less.__getitem__)
-        if less[tier] < 0:
-            have = getattr(options.budget, f"{tier}_bytes")
-            raise InsufficientMemoryError(
-                tier,
-                have - less[tier],
-                have,
-                where="what waiting forwards hold",
-                advice=f"give more memory, or a smaller forwards= than {options.forwards}",
-            )
-        budget = dataclasses.replace(
-            budget, **{f"{tier}_bytes": left for tier, left in less.items()}
-        )
+    make = partial(_plan_once, options, workload, hw, planner=planner, deferred=deferred)
+    if options.forwards == 1:
+        return make(options.budget)
+    return plan_leaving_room(workload, options.budget, options.forwards - 1, make)
 
 
 def _plan_once(
