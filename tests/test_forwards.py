@@ -202,6 +202,38 @@ def test_a_forward_whose_backward_never_comes(
     made.lohan.close()
 
 
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize("states", TIERS)
+def test_an_evaluation_between_a_forward_and_its_backward(
+    states: str, forwards: int, hw: HardwareProfile
+) -> None:
+    """It wants forwards=2; one after optimizer.step() does not."""
+    plain, its, x = towers()
+    model, optimizer, x = towers()
+    made = compiled(model, optimizer, hw, states=states, forwards=forwards)
+
+    def evaluate(module: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return module(x + 1)
+
+    for between in (False, True) if forwards == 1 else (True, False, True):
+        losses = [m(x).square().mean() for m in (made, plain)]
+        if between:
+            assert identical(evaluate(made), evaluate(plain))
+        losses[1].backward()
+        if between and forwards == 1:
+            with pytest.raises(StepError, match=r"an evaluation's included.*forwards=n"):
+                losses[0].backward()
+            break
+        losses[0].backward()
+        for each in (optimizer, its):
+            each.step()
+            each.zero_grad()
+        assert identical(*losses)
+        assert identical(evaluate(made), evaluate(plain))
+    made.lohan.close()
+
+
 @pytest.mark.parametrize("states", TIERS)
 def test_a_backward_that_fails(
     states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
