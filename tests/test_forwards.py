@@ -366,6 +366,46 @@ def test_any_device_budget_from_the_need_on_has_a_plan(
     assert error.value.need_bytes == need
 
 
+def test_programs_leave_room_for_what_waits_of_others(
+    hw: HardwareProfile,
+) -> None:
+    """An evaluation for all forwards that may wait, a step of another shape for the others, if
+    there is a plan for that."""
+    model, inputs = make("gpt2")
+    optimizer = training_of("adam", model).optimizer
+    fewer = {name: x[:1] if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    more = {name: x.repeat(8, 1) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    options = {"strategy": "lohan", "states": "host", "forwards": 2}
+    made = compiled(model, optimizer, hw, **options)
+    program = made.lohan.prepare(**inputs)
+    most = program.memory.peak_bytes + waiting_bytes(program.instructions)
+    made.lohan.close()
+    device = most + 2**16
+    memory = {"device": device, "host": "64MiB", "ssd": "64MiB"}
+    made = compiled(model, optimizer, hw, **options, memory=memory)
+    first = made.lohan.prepare(**inputs)
+    held = waiting_bytes(first.instructions)
+    assert first.memory.peak_bytes + held == most
+
+    def note(plan: Plan) -> bool:
+        return any("may exceed the device budget" in note for note in plan.notes)
+
+    small = made.lohan.prepare(**fewer)
+    assert max(first.memory.peak_bytes, small.memory.peak_bytes) + held <= device
+    assert not note(small.plan)
+    for batch, fits in ((inputs, True), (more, False)):
+        with torch.no_grad():
+            made(**batch)
+        evaluation = next(reversed(made.lohan.programs.values()))
+        assert not evaluation.executor.captured.has_backward
+        if fits:
+            assert evaluation.memory.peak_bytes + 2 * held <= device
+        else:  # it runs all the same: as a rule, nothing waits then
+            assert device - held < evaluation.memory.peak_bytes <= device
+        assert note(evaluation.plan) == (not fits)
+    made.lohan.close()
+
+
 def test_a_larger_part_is_planned_for_where_that_is_faster(hw: HardwareProfile) -> None:
     """What the plan for the whole budget holds would leave the least for the one that runs."""
     model, inputs = make("gpt2")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from functools import partial
 
-from lohan_fx.compiled.leaving_room import needs, plan_leaving_room
+from lohan_fx.compiled.leaving_room import ALONE, Beside, needs, plan_leaving_room
 from lohan_fx.compiled.options import Options
 from lohan_fx.errors import InsufficientMemoryError, PlanError, format_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
@@ -125,8 +126,10 @@ def fitting_plan(
     planner: PlannerOptions,
     *,
     deferred: bool,
+    beside: Beside = ALONE,
 ) -> Plan:
-    """A plan that leaves room for what the other forwards hold that wait at once.
+    """A plan that leaves room for what the other forwards hold that wait at once: for those of
+    other programs if there is one, else for its own, and a note says so.
 
     Args:
         options: strategy, budget, number of forwards.
@@ -134,6 +137,7 @@ def fitting_plan(
         hw: the profile that seconds come from.
         planner: what is fixed or wished about tiers and schedule.
         deferred: a program that shares the memory has no room for second copies.
+        beside: what other programs take on the device.
 
     Raises:
         InsufficientMemoryError: there is none.
@@ -142,9 +146,30 @@ def fitting_plan(
     if isinstance(options.strategy, str):  # what others may do, nobody knows
         check_states_fit(workload, hw, options.budget, planner)
     make = partial(_plan_once, options, workload, hw, planner=planner, deferred=deferred)
-    if options.forwards == 1:
-        return make(options.budget)
-    return plan_leaving_room(workload, options.budget, options.forwards - 1, make)
+    trains, others = has_backward(workload), options.forwards - 1
+    if others and beside != ALONE:
+        counts: tuple[int, ...] = (others,)
+        if not trains:  # it waits beside no step; all the others may wait beside it
+            counts, beside = (others + 1, others), dataclasses.replace(beside, peak=0)
+        for count in counts:
+            with suppress(InsufficientMemoryError):
+                plan = plan_leaving_room(workload, options.budget, count, make, beside)
+                return plan if count == counts[0] else _with_room_for(count, plan)
+    if not others or not trains:
+        plan = make(options.budget)
+    else:
+        plan = plan_leaving_room(workload, options.budget, others, make)
+    return plan if not others or beside == ALONE else _with_room_for(0, plan)
+
+
+def _with_room_for(count: int, plan: Plan) -> Plan:
+    """The plan, with a note that says how many forwards of other programs it has room for."""
+    note = (
+        f"while {f'more than {count} ' if count else ''}forwards of other shapes or modes wait for "
+        "their backward, this program may exceed the device budget: no plan was found that leaves "
+        "more room"
+    )
+    return dataclasses.replace(plan, notes=(*plan.notes, note))
 
 
 def _plan_once(

@@ -29,20 +29,34 @@ _NEAR = 1.02
 """A plan this near to the seconds of the one that leaves no room is good enough."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Device bytes of other programs of the model: the largest peak of one that trains, beside
+    which this one's forwards may wait, and the most that a waiting forward of one holds."""
+
+    peak: int = 0
+    waiting: int = 0
+
+
+ALONE = Beside()
+
+
 def needs(workload: Workload, plan: Plan) -> dict[Tier, tuple[int, int]]:
-    """Bytes of every tier: at the peak of a step, and for what one more waiting forward holds."""
+    """Bytes of every tier: at the peak of a step, and for what one more waiting forward holds. An
+    evaluation's waits for nothing."""
     program = lower(workload, plan)
+    waits = workload.num_forward_ops < len(workload.ops)
     host = footprint.host_bytes_needed(workload, plan)
     ssd = footprint.ssd_bytes_needed(workload, plan)
     return {
-        "device": (residency(program).peak_bytes, waiting_bytes(program)),
+        "device": (residency(program).peak_bytes, waiting_bytes(program) if waits else 0),
         "host": (sum(host.values()), host["residuals"]),
         "ssd": (sum(ssd.values()), ssd["residuals"]),
     }
 
 
 def plan_leaving_room(
-    workload: Workload, budget: MemoryBudget, others: int, make: MakePlan
+    workload: Workload, budget: MemoryBudget, others: int, make: MakePlan, beside: Beside = ALONE
 ) -> Plan:
     """The fastest plan found whose peak, and what the other forwards hold, fit the budget.
 
@@ -51,11 +65,12 @@ def plan_leaving_room(
         budget: for all of them together.
         others: how many forwards may wait beside the one that runs.
         make: makes the plan for a budget of its own.
+        beside: what other programs' forwards take, which may be those that wait.
 
     Raises:
         InsufficientMemoryError: none was found; it needs what the leanest one does.
     """
-    return _Search(workload, budget, others, make).run()
+    return _Search(workload, budget, others, make, beside).run()
 
 
 @dataclass
@@ -68,6 +83,7 @@ class _Search:
     budget: MemoryBudget
     others: int
     make: MakePlan
+    beside: Beside
     low: int = 0
     high: int = 0
     whole_s: float | None = None
@@ -91,8 +107,8 @@ class _Search:
             except InsufficientMemoryError:
                 self.low = middle
                 continue
-            peak, waiting = needs(self.workload, plan)["device"]
-            if peak + self.others * waiting > have:
+            peak, whole = self.peak_and_whole(plan, "device")
+            if whole > have:
                 self.high = min(middle, peak)
                 continue
             self.low = middle
@@ -127,29 +143,36 @@ class _Search:
                     raise
                 size, least = short.need_bytes, short.anew()
                 continue
-            peak, waiting = needs(self.workload, plan)[tier]
-            if peak + self.others * waiting <= have:
+            peak, whole = self.peak_and_whole(plan, tier)
+            if whole <= have:
                 return plan
             if tier == "device":
                 self.high = min(self.high, peak)
-            left = max(0, have - self.others * waiting, least.need_bytes if least else 0)
+            left = max(0, peak - (whole - have), least.need_bytes if least else 0)
             if left >= size:
-                raise self.shortage(tier, peak, waiting, least)
+                raise self.shortage(tier, peak, whole, least)
             size = left
 
+    def peak_and_whole(self, plan: Plan, tier: Tier) -> tuple[int, int]:
+        """Bytes of a plan's step at its peak; of any step at its peak with all that may wait."""
+        peak, waiting = needs(self.workload, plan)[tier]
+        if tier != "device":
+            return peak, peak + self.others * waiting
+        held = self.others * max(waiting, self.beside.waiting)
+        return peak, max(peak, self.beside.peak) + held
+
     def shortage(
-        self, tier: Tier, peak: int, waiting: int, least: InsufficientMemoryError | None
+        self, tier: Tier, peak: int, whole: int, least: InsufficientMemoryError | None
     ) -> InsufficientMemoryError:
         """Of a plan that cannot be leaner; `least` is what the strategy said of a smaller one."""
-        held = self.others * waiting
         wait = "one forward waits" if self.others == 1 else f"{self.others} forwards wait"
         ways = f"Give more {tier} memory or a smaller batch."
         return InsufficientMemoryError(
             tier,
-            peak + held,
+            whole,
             _of(self.budget, tier),
             where=f"{least.where if least else 'the whole step'}, while {wait}",
-            at_peak=((f"what waiting forwards hold (forwards={self.others + 1})", held),)
+            at_peak=((f"what waiting forwards hold (forwards={self.others + 1})", whole - peak),)
             + (least.at_peak if least else ()),
             advice=f"One step alone needs {format_bytes(peak)}. {least.advice if least else ways} "
             f"A smaller forwards= than {self.others + 1} needs less, too.",
