@@ -373,8 +373,11 @@ def test_programs_leave_room_for_what_waits_of_others(
     there is a plan for that."""
     model, inputs = make("gpt2")
     optimizer = training_of("adam", model).optimizer
+
+    def repeated(times: int) -> dict[str, Any]:
+        return {n: x.repeat(times, 1) if isinstance(x, Tensor) else x for n, x in inputs.items()}
+
     fewer = {name: x[:1] if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    more = {name: x.repeat(8, 1) if isinstance(x, Tensor) else x for name, x in inputs.items()}
     options = {"strategy": "lohan", "states": "host", "forwards": 2}
     made = compiled(model, optimizer, hw, **options)
     program = made.lohan.prepare(**inputs)
@@ -393,7 +396,7 @@ def test_programs_leave_room_for_what_waits_of_others(
     small = made.lohan.prepare(**fewer)
     assert max(first.memory.peak_bytes, small.memory.peak_bytes) + held <= device
     assert not note(small.plan)
-    for batch, fits in ((inputs, True), (more, False)):
+    for batch, fits in ((inputs, True), (repeated(2), True), (repeated(8), False)):
         with torch.no_grad():
             made(**batch)
         evaluation = next(reversed(made.lohan.programs.values()))

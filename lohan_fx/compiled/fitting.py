@@ -164,10 +164,10 @@ def fitting_plan(
 
 def _with_room_for(count: int, plan: Plan) -> Plan:
     """The plan, with a note that says how many forwards of other programs it has room for."""
+    which = f"more than {count} of the forwards" if count else "forwards"
     note = (
-        f"while {f'more than {count} ' if count else ''}forwards of other shapes or modes wait for "
-        "their backward, this program may exceed the device budget: no plan was found that leaves "
-        "more room"
+        f"while {which} of other shapes or modes wait for their backward, this program may exceed "
+        "the device budget: no plan was found that leaves more room"
     )
     return dataclasses.replace(plan, notes=(*plan.notes, note))
 
