@@ -45,7 +45,9 @@ def given_plan(options: Options, workload: Workload) -> Plan | None:
             "for this model, or leave plan= out"
         )
     try:
-        need = needs(workload, plan)
+        program = lower(workload, plan)
+        memory = residency(program)
+        need = needs(workload, plan, program, memory)
     except PlanError as error:
         if not has_backward(workload):
             raise PlanError(
@@ -69,8 +71,7 @@ def given_plan(options: Options, workload: Workload) -> Plan | None:
                 where="the whole step, by the plan given to compile",
                 advice=_why_too_large(options, plan, tier, peak, have),
             )
-    program = lower(workload, plan)
-    here = predict(workload, options.hw, options.planner, plan, program, residency(program))
+    here = predict(workload, options.hw, options.planner, plan, program, memory)
     old = plan.prediction
     if all(getattr(here, name) == getattr(old, name) for name in _OF_A_STEP):
         return plan

@@ -15,7 +15,7 @@ from lohan_fx import footprint
 from lohan_fx.errors import InsufficientMemoryError, format_bytes
 from lohan_fx.hardware import MemoryBudget
 from lohan_fx.plan import Plan, Tier
-from lohan_fx.program import lower, residency, waiting_bytes
+from lohan_fx.program import Program, Residency, lower, residency, waiting_bytes
 from lohan_fx.workload import Workload
 
 MakePlan = Callable[[MemoryBudget], Plan]
@@ -41,15 +41,16 @@ class Beside:
 ALONE = Beside()
 
 
-def needs(workload: Workload, plan: Plan) -> dict[Tier, tuple[int, int]]:
+def needs(
+    workload: Workload, plan: Plan, program: Program, memory: Residency
+) -> dict[Tier, tuple[int, int]]:
     """Bytes of every tier: at the peak of a step, and for what one more waiting forward holds. An
     evaluation's waits for nothing."""
-    program = lower(workload, plan)
     waits = workload.num_forward_ops < len(workload.ops)
     host = footprint.host_bytes_needed(workload, plan)
     ssd = footprint.ssd_bytes_needed(workload, plan)
     return {
-        "device": (residency(program).peak_bytes, waiting_bytes(program) if waits else 0),
+        "device": (memory.peak_bytes, waiting_bytes(program) if waits else 0),
         "host": (sum(host.values()), host["residuals"]),
         "ssd": (sum(ssd.values()), ssd["residuals"]),
     }
@@ -155,7 +156,8 @@ class _Search:
 
     def peak_and_whole(self, plan: Plan, tier: Tier) -> tuple[int, int]:
         """Bytes of a plan's step at its peak; of any step at its peak with all that may wait."""
-        peak, waiting = needs(self.workload, plan)[tier]
+        program = lower(self.workload, plan)
+        peak, waiting = needs(self.workload, plan, program, residency(program))[tier]
         if tier != "device":
             return peak, peak + self.others * waiting
         held = self.others * max(waiting, self.beside.waiting)
