@@ -202,7 +202,9 @@ def compile(
         skip_nonfinite: leave a step out whose gradients have no finite norm; schedules as for
             `clip_grad_norm`. ``model.lohan.skipped_steps`` counts them.
         forwards: how many forwards may wait for their backward at once: 2 if a loss calls the
-            module twice. Each takes memory for what it saves; gradients add up until none waits.
+            module twice, or if an evaluation comes between a forward and its backward (one after
+            ``optimizer.step()`` needs none of this). Each takes memory for what it saves: the plan
+            leaves room for that. Gradients add up until none waits.
         refine: let the first four steps correct the cost model (`lohan_fx.refinement`): if another
             plan is predicted to be faster by more than 2%, it replaces the first one before the
             fifth step, and says so. Units that move between device and host are then updated by

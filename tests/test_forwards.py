@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lohan_fx import footprint
-from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError
-from lohan_fx.hardware import HardwareProfile
-from lohan_fx.plan import SCHEDULES
+from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError, format_bytes
+from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.plan import SCHEDULES, Plan
+from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.program import waiting_bytes
 from lohan_fx.runtime.updates import Updater
+from lohan_fx.workload import Workload
 from tests.loops import TIERS, InjectedError, check, compiled, updater_of
 from tests.models import loss_of, make
 from tests.training import (
@@ -199,6 +202,38 @@ def test_a_forward_whose_backward_never_comes(
     made.lohan.close()
 
 
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize("states", TIERS)
+def test_an_evaluation_between_a_forward_and_its_backward(
+    states: str, forwards: int, hw: HardwareProfile
+) -> None:
+    """It wants forwards=2; one after optimizer.step() does not."""
+    plain, its, x = towers()
+    model, optimizer, x = towers()
+    made = compiled(model, optimizer, hw, states=states, forwards=forwards)
+
+    def evaluate(module: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return module(x + 1)
+
+    for between in (False, True) if forwards == 1 else (True, False, True):
+        losses = [m(x).square().mean() for m in (made, plain)]
+        if between:
+            assert identical(evaluate(made), evaluate(plain))
+        losses[1].backward()
+        if between and forwards == 1:
+            with pytest.raises(StepError, match=r"an evaluation's included.*forwards=n"):
+                losses[0].backward()
+            break
+        losses[0].backward()
+        for each in (optimizer, its):
+            each.step()
+            each.zero_grad()
+        assert identical(*losses)
+        assert identical(evaluate(made), evaluate(plain))
+    made.lohan.close()
+
+
 @pytest.mark.parametrize("states", TIERS)
 def test_a_backward_that_fails(
     states: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
@@ -282,8 +317,128 @@ def test_host_memory_that_waiting_forwards_lack_is_named(
     with pytest.raises(InsufficientMemoryError, match="what waiting forwards hold") as error:
         made.lohan.prepare(**inputs)
     assert error.value.tier == "host"
-    assert (error.value.need_bytes, error.value.have_bytes) == (8 * peak, peak)
+    assert (error.value.need_bytes, error.value.have_bytes) == (9 * peak, peak)
     made.lohan.close()
+    enough = compiled(
+        model, optimizer, hw, **options, forwards=9, memory={**tight, "host": 9 * peak}
+    )
+    enough.lohan.prepare(**inputs)
+    enough.lohan.close()
+
+
+@pytest.mark.parametrize("strategy", ["lohan", "pareto"])
+def test_any_device_budget_from_the_need_on_has_a_plan(
+    strategy: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan for a large part of it keeps so much that waiting forwards leave the next one less
+    than any plan needs: one for a smaller part does."""
+    remember_captures(monkeypatch, "gpt2")
+    model, inputs = make("gpt2")
+    optimizer = training_of("adam", model).optimizer
+
+    def whole(device: int, forwards: int = 2) -> int:
+        """What the plan needs, with a forward that waits."""
+        memory = {"device": device, "host": "64MiB", "ssd": "64MiB"}
+        options = {"strategy": strategy, "states": "host", "forwards": forwards, "memory": memory}
+        made = compiled(model, optimizer, hw, **options)
+        try:
+            program = made.lohan.prepare(**inputs)
+            return program.memory.peak_bytes + waiting_bytes(program.instructions)
+        finally:
+            made.lohan.close()
+
+    most = whole(2**26)
+    with pytest.raises(InsufficientMemoryError, match="while one forward waits") as error:
+        whole(4096)
+    need, have = error.value.need_bytes, error.value.have_bytes
+    assert have == 4096
+    assert error.value.at_peak[0][0] == "what waiting forwards hold (forwards=2)"
+    alone = need - error.value.at_peak[0][1]
+    assert f"One step alone needs {format_bytes(alone)}" in error.value.advice
+    assert whole(alone, forwards=1) == need
+    assert alone < need < most
+    steps = 8 if strategy == "lohan" else 2
+    for k in range(steps + 1):
+        device = need + k * (most - need) // steps
+        assert need <= whole(device) <= device
+    with pytest.raises(InsufficientMemoryError, match="while one forward waits") as error:
+        whole(need - 1)
+    assert error.value.need_bytes == need
+
+
+def test_programs_leave_room_for_what_waits_of_others(
+    hw: HardwareProfile,
+) -> None:
+    """An evaluation for all forwards that may wait, a step of another shape for the others, if
+    there is a plan for that."""
+    model, inputs = make("gpt2")
+    optimizer = training_of("adam", model).optimizer
+
+    def repeated(times: int) -> dict[str, Any]:
+        return {n: x.repeat(times, 1) if isinstance(x, Tensor) else x for n, x in inputs.items()}
+
+    fewer = {name: x[:1] if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    options = {"strategy": "lohan", "states": "host", "forwards": 2}
+    made = compiled(model, optimizer, hw, **options)
+    program = made.lohan.prepare(**inputs)
+    most = program.memory.peak_bytes + waiting_bytes(program.instructions)
+    made.lohan.close()
+    device = most + 2**16
+    memory = {"device": device, "host": "64MiB", "ssd": "64MiB"}
+    made = compiled(model, optimizer, hw, **options, memory=memory)
+    first = made.lohan.prepare(**inputs)
+    held = waiting_bytes(first.instructions)
+    assert first.memory.peak_bytes + held == most
+
+    def note(plan: Plan) -> bool:
+        return any("may exceed the device budget" in note for note in plan.notes)
+
+    small = made.lohan.prepare(**fewer)
+    assert max(first.memory.peak_bytes, small.memory.peak_bytes) + held <= device
+    assert not note(small.plan)
+    for batch, fits in ((inputs, True), (repeated(2), True), (repeated(8), False)):
+        with torch.no_grad():
+            made(**batch)
+        evaluation = next(reversed(made.lohan.programs.values()))
+        assert not evaluation.executor.captured.has_backward
+        if fits:
+            assert evaluation.memory.peak_bytes + 2 * held <= device
+        else:  # it runs all the same: as a rule, nothing waits then
+            assert device - held < evaluation.memory.peak_bytes <= device
+        assert note(evaluation.plan) == (not fits)
+    made.lohan.close()
+
+
+def test_a_larger_part_is_planned_for_where_that_is_faster(hw: HardwareProfile) -> None:
+    """What the plan for the whole budget holds would leave the least for the one that runs."""
+    model, inputs = make("gpt2")
+    optimizer = training_of("adam", model).optimizer
+    tried: list[float] = []
+
+    def strategy(
+        workload: Workload, hw: HardwareProfile, budget: MemoryBudget, options: PlannerOptions
+    ) -> Plan:
+        plan = make_plan("lohan", workload, hw, budget, options)
+        step_s = 1 / budget.device_bytes
+        tried.append(step_s)
+        return replace(plan, prediction=replace(plan.prediction, step_s=step_s))
+
+    def whole(device: int) -> tuple[int, Plan]:
+        memory = {"device": device, "host": "64MiB", "ssd": "64MiB"}
+        options = {"strategy": strategy, "states": "host", "forwards": 2, "memory": memory}
+        made = compiled(model, optimizer, hw, **options)
+        program = made.lohan.prepare(**inputs)
+        made.lohan.close()
+        return program.memory.peak_bytes + waiting_bytes(program.instructions), program.plan
+
+    most, plan = whole(2**26)
+    assert tried == [plan.prediction.step_s]
+    tried.clear()
+    device = (plan.prediction.peak_device_bytes + most) // 2
+    size, plan = whole(device)
+    assert size <= device
+    assert 1 / tried[0] == pytest.approx(device)
+    assert tried[0] < plan.prediction.step_s < tried[1]
 
 
 def test_strategies_use_what_is_left(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ arriving          values that wait for memory
 ending            the memory of a model that ends, and its optimizer
 programs          the programs by signature, and the memory that they share
 allocation        the memory that a plan needs
+leaving_room      plans for parts of the budget, where forwards wait
 fitting           a plan within budget
 building          from inputs to a program
 lookup            which program runs for the inputs of a call

@@ -15,6 +15,7 @@ from lohan_fx.compiled import allocation
 from lohan_fx.compiled.arriving import Arriving
 from lohan_fx.compiled.fitting import PREPARE, fitting_plan, given_plan, has_backward
 from lohan_fx.compiled.hooks import refuse_uncalled
+from lohan_fx.compiled.leaving_room import ALONE, Beside
 from lohan_fx.compiled.options import Options
 from lohan_fx.compiled.programs import CompiledProgram, Programs
 from lohan_fx.compiled.training import Training
@@ -30,7 +31,7 @@ from lohan_fx.passes.verify import check_invariants, check_program
 from lohan_fx.plan import Plan
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.printing import ProgramModule
-from lohan_fx.program import Program, residency
+from lohan_fx.program import Program, residency, waiting_bytes
 from lohan_fx.progress import Line
 from lohan_fx.runtime.engine import Engine, slots_of
 from lohan_fx.runtime.executor import Executor
@@ -169,7 +170,7 @@ class Builder:
             )
         try:
             with self.stage("plan"):
-                return self.fitting_plan(workload, self.options.hw, planner)
+                return self.fitting_plan(workload, self.options.hw, planner, self._beside())
         except InsufficientMemoryError as error:
             settled = memory is not None and planner.fixed_parked is None
             if not settled or not has_backward(workload):
@@ -187,12 +188,27 @@ class Builder:
         return frozenset().union(*map(parked_gradients, plans)) if plans else None
 
     def fitting_plan(
-        self, workload: Workload, hw: HardwareProfile, planner: PlannerOptions
+        self,
+        workload: Workload,
+        hw: HardwareProfile,
+        planner: PlannerOptions,
+        beside: Beside = ALONE,
     ) -> Plan:
         """A plan within budget; late updates if another program has no room for early ones."""
         updater = self._programs.updater
         deferred = updater is not None and updater.schedule == "deferred"
-        return fitting_plan(self.options, workload, hw, planner, deferred=deferred)
+        return fitting_plan(self.options, workload, hw, planner, deferred=deferred, beside=beside)
+
+    def _beside(self) -> Beside:
+        """What programs that train take, whose forwards may wait while another one runs."""
+        if self.options.forwards == 1:
+            return ALONE
+        programs = self._programs.by_signature.values()
+        train = [p for p in programs if p.executor.captured.has_backward]
+        return Beside(
+            peak=max((p.memory.peak_bytes for p in train), default=0),
+            waiting=max((waiting_bytes(p.instructions) for p in train), default=0),
+        )
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

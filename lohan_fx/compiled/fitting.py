@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from functools import partial
 
-from lohan_fx import footprint
+from lohan_fx.compiled.leaving_room import ALONE, Beside, needs, plan_leaving_room
 from lohan_fx.compiled.options import Options
 from lohan_fx.errors import InsufficientMemoryError, PlanError, format_bytes
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
@@ -15,7 +16,7 @@ from lohan_fx.planners.prediction import predict
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.planners.tiers import check_states_fit
 from lohan_fx.planners.whole import tried_or_deferred
-from lohan_fx.program import lower, residency, waiting_bytes
+from lohan_fx.program import lower, residency
 from lohan_fx.workload import Workload
 
 PREPARE = "model.lohan.prepare(…) with a batch to train on"
@@ -44,7 +45,9 @@ def given_plan(options: Options, workload: Workload) -> Plan | None:
             "for this model, or leave plan= out"
         )
     try:
-        need = _need(workload, plan)
+        program = lower(workload, plan)
+        memory = residency(program)
+        need = needs(workload, plan, program, memory)
     except PlanError as error:
         if not has_backward(workload):
             raise PlanError(
@@ -68,8 +71,7 @@ def given_plan(options: Options, workload: Workload) -> Plan | None:
                 where="the whole step, by the plan given to compile",
                 advice=_why_too_large(options, plan, tier, peak, have),
             )
-    program = lower(workload, plan)
-    here = predict(workload, options.hw, options.planner, plan, program, residency(program))
+    here = predict(workload, options.hw, options.planner, plan, program, memory)
     old = plan.prediction
     if all(getattr(here, name) == getattr(old, name) for name in _OF_A_STEP):
         return plan
@@ -118,18 +120,6 @@ def _why_too_large(options: Options, plan: Plan, tier: Tier, peak: int, have: in
     )
 
 
-def _need(workload: Workload, plan: Plan) -> dict[Tier, tuple[int, int]]:
-    """Bytes of every tier: at the peak of a step, and for what one more waiting forward holds."""
-    program = lower(workload, plan)
-    host = footprint.host_bytes_needed(workload, plan)
-    ssd = footprint.ssd_bytes_needed(workload, plan)
-    return {
-        "device": (residency(program).peak_bytes, waiting_bytes(program)),
-        "host": (sum(host.values()), host["residuals"]),
-        "ssd": (sum(ssd.values()), ssd["residuals"]),
-    }
-
-
 def fitting_plan(
     options: Options,
     workload: Workload,
@@ -137,8 +127,10 @@ def fitting_plan(
     planner: PlannerOptions,
     *,
     deferred: bool,
+    beside: Beside = ALONE,
 ) -> Plan:
-    """A plan that leaves room for what the other forwards hold that wait at once.
+    """A plan that leaves room for what the other forwards hold that wait at once: for those of
+    other programs if there is one, else for its own, and a note says so.
 
     Args:
         options: strategy, budget, number of forwards.
@@ -146,6 +138,7 @@ def fitting_plan(
         hw: the profile that seconds come from.
         planner: what is fixed or wished about tiers and schedule.
         deferred: a program that shares the memory has no room for second copies.
+        beside: what other programs take on the device.
 
     Raises:
         InsufficientMemoryError: there is none.
@@ -153,33 +146,31 @@ def fitting_plan(
     """
     if isinstance(options.strategy, str):  # what others may do, nobody knows
         check_states_fit(workload, hw, options.budget, planner)
-    others = options.forwards - 1
-    budget = options.budget
-    while True:
-        plan = _plan_once(options, workload, hw, budget, planner, deferred)
-        if not others:
-            return plan
-        less = {}
-        for tier, (peak, waiting) in _need(workload, plan).items():
-            have = getattr(options.budget, f"{tier}_bytes")
-            left = have - others * waiting
-            if peak > left and left < getattr(budget, f"{tier}_bytes"):
-                less[tier] = left
-        if not less:
-            return plan
-        tier = min(less, key=less.__getitem__)
-        if less[tier] < 0:
-            have = getattr(options.budget, f"{tier}_bytes")
-            raise InsufficientMemoryError(
-                tier,
-                have - less[tier],
-                have,
-                where="what waiting forwards hold",
-                advice=f"give more memory, or a smaller forwards= than {options.forwards}",
-            )
-        budget = dataclasses.replace(
-            budget, **{f"{tier}_bytes": left for tier, left in less.items()}
-        )
+    make = partial(_plan_once, options, workload, hw, planner=planner, deferred=deferred)
+    trains, others = has_backward(workload), options.forwards - 1
+    if others and beside != ALONE:
+        counts: tuple[int, ...] = (others,)
+        if not trains:  # it waits beside no step; all the others may wait beside it
+            counts, beside = (others + 1, others), dataclasses.replace(beside, peak=0)
+        for count in counts:
+            with suppress(InsufficientMemoryError):
+                plan = plan_leaving_room(workload, options.budget, count, make, beside)
+                return plan if count == counts[0] else _with_room_for(count, plan)
+    if not others or not trains:
+        plan = make(options.budget)
+    else:
+        plan = plan_leaving_room(workload, options.budget, others, make)
+    return plan if not others or beside == ALONE else _with_room_for(0, plan)
+
+
+def _with_room_for(count: int, plan: Plan) -> Plan:
+    """The plan, with a note that says how many forwards of other programs it has room for."""
+    which = f"more than {count} of the forwards" if count else "forwards"
+    note = (
+        f"while {which} of other shapes or modes wait for their backward, this program may exceed "
+        "the device budget: no plan was found that leaves more room"
+    )
+    return dataclasses.replace(plan, notes=(*plan.notes, note))
 
 
 def _plan_once(
