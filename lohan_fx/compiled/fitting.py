@@ -7,7 +7,7 @@ from functools import partial
 
 from lohan_fx import footprint
 from lohan_fx.compiled.options import Options
-from lohan_fx.errors import InsufficientMemoryError, PlanError, format_bytes
+from lohan_fx.errors import InsufficientMemoryError, PlanError, format_bytes, format_need
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Prediction, Tier
 from lohan_fx.planners import make_plan
@@ -102,8 +102,8 @@ def _why_too_large(options: Options, plan: Plan, tier: Tier, peak: int, have: in
     planned = getattr(plan.prediction, f"peak_{tier}_bytes")
     if peak != planned:
         return (
-            f"The plan was made for {format_bytes(planned)} at its peak, which here is "
-            f"{format_bytes(peak)}: with another batch or optimizer, or without what adds "
+            f"The plan was made for {format_need(planned)} at its peak, which here is "
+            f"{format_need(peak)}: with another batch or optimizer, or without what adds "
             "gradients up here (accumulates=True of lohan_fx.plan). Make a plan of this, or leave "
             "plan= out."
         )

@@ -343,7 +343,7 @@ class _Search:
         elif made.memory.peak_bytes <= self.budget.device_bytes:
             self.offers.finish(made, self.budget)
         else:
-            self.errors.append(device_error(made.memory, self.budget, NAME))
+            self.errors.append(device_error(made, self.budget, self.options))
 
     def first_plan(self, budget: MemoryBudget, options: PlannerOptions) -> Plan | None:
         """What a search for another budget, or with other options, comes upon first."""

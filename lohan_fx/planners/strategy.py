@@ -91,7 +91,7 @@ class Setting:
         return made.memory.peak_bytes <= self.budget.device_bytes
 
     def error(self, made: Draft) -> InsufficientMemoryError:
-        return device_error(made.memory, self.budget, self.name)
+        return device_error(made, self.budget, self.options)
 
     def num_bytes(self, values: Collection[str]) -> int:
         return sum(self.workload.values[v].num_bytes for v in values)
