@@ -15,7 +15,7 @@ from lohan_fx.planners.prediction import predict
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.planners.tiers import check_states_fit
 from lohan_fx.planners.whole import tried_or_deferred
-from lohan_fx.program import lower, residency, waiting_bytes
+from lohan_fx.program import Program, Residency, lower, residency, waiting_bytes
 from lohan_fx.workload import Workload
 
 PREPARE = "model.lohan.prepare(…) with a batch to train on"
@@ -28,8 +28,9 @@ def has_backward(workload: Workload) -> bool:
 
 
 def given_plan(options: Options, workload: Workload) -> Plan | None:
-    """The user's plan, if there is one. Its prediction is of the step at hand: if that is not the
-    one it was made for, a note says so, as its other notes are of that one.
+    """The user's plan, if there is one. Its prediction is of the step and the machine at hand; if
+    the step is not the one it was made for, a note says so, as its other notes are of that one;
+    another one, that the strategy that was asked for did not make it.
 
     Raises:
         PlanError: it is of another model, or program, than the one at hand.
@@ -44,7 +45,9 @@ def given_plan(options: Options, workload: Workload) -> Plan | None:
             "for this model, or leave plan= out"
         )
     try:
-        need = _need(workload, plan)
+        program = lower(workload, plan)
+        memory = residency(program)
+        need = _need(workload, plan, program, memory)
     except PlanError as error:
         if not has_backward(workload):
             raise PlanError(
@@ -68,12 +71,21 @@ def given_plan(options: Options, workload: Workload) -> Plan | None:
                 where="the whole step, by the plan given to compile",
                 advice=_why_too_large(options, plan, tier, peak, have),
             )
-    program = lower(workload, plan)
-    here = predict(workload, options.hw, options.planner, plan, program, residency(program))
-    old = plan.prediction
-    if all(getattr(here, name) == getattr(old, name) for name in _OF_A_STEP):
-        return plan
-    return dataclasses.replace(plan, prediction=here, notes=(_of_another(old, here), *plan.notes))
+    here = predict(workload, options.hw, options.planner, plan, program, memory)
+    old, notes = plan.prediction, plan.notes
+    if any(getattr(here, name) != getattr(old, name) for name in _OF_A_STEP):
+        notes = (_of_another(old, here), *notes)
+    asked = options.strategy
+    if isinstance(asked, str) and asked not in (
+        "pareto",
+        plan.strategy,
+    ):  # nobody asks for defaults
+        note = (
+            f"strategy={asked!r} did not make this plan, which was given to compile: it plans what "
+            "else runs (other shapes, evaluations)"
+        )
+        notes = (note, *(other for other in notes if other != note))
+    return dataclasses.replace(plan, prediction=here, notes=notes)
 
 
 _OF_A_STEP = tuple(
@@ -91,9 +103,9 @@ def _of_another(old: Prediction, here: Prediction) -> str:
     )
     return (
         "the plan given to compile was made for another step than this one (other shapes, "
-        f"optimizer or options), and may be far from the best here. It expected peaks of {was}; "
-        f"this step has {found}, as predicted above. Its own notes, which follow, are of the other "
-        "step"
+        "optimizer, compute dtype or options), and may be far from the best here. It expected "
+        f"peaks of {was}; this step has {found}, as predicted above. Its own notes, which follow, "
+        "are of the other step"
     )
 
 
@@ -103,9 +115,9 @@ def _why_too_large(options: Options, plan: Plan, tier: Tier, peak: int, have: in
     if peak != planned:
         return (
             f"The plan was made for {format_need(planned)} at its peak, which here is "
-            f"{format_need(peak)}: with another batch or optimizer, or without what adds "
-            "gradients up here (accumulates=True of lohan_fx.plan). Make a plan of this, or leave "
-            "plan= out."
+            f"{format_need(peak)}: with another batch, optimizer or compute dtype, or without what "
+            "adds gradients up here (accumulates=True of lohan_fx.plan). Make a plan of this, or "
+            "leave plan= out."
         )
     if peak <= have:
         return (
@@ -118,13 +130,14 @@ def _why_too_large(options: Options, plan: Plan, tier: Tier, peak: int, have: in
     )
 
 
-def _need(workload: Workload, plan: Plan) -> dict[Tier, tuple[int, int]]:
+def _need(
+    workload: Workload, plan: Plan, program: Program, memory: Residency
+) -> dict[Tier, tuple[int, int]]:
     """Bytes of every tier: at the peak of a step, and for what one more waiting forward holds."""
-    program = lower(workload, plan)
     host = footprint.host_bytes_needed(workload, plan)
     ssd = footprint.ssd_bytes_needed(workload, plan)
     return {
-        "device": (residency(program).peak_bytes, waiting_bytes(program)),
+        "device": (memory.peak_bytes, waiting_bytes(program)),
         "host": (sum(host.values()), host["residuals"]),
         "ssd": (sum(ssd.values()), ssd["residuals"]),
     }
@@ -160,7 +173,9 @@ def fitting_plan(
         if not others:
             return plan
         less = {}
-        for tier, (peak, waiting) in _need(workload, plan).items():
+        program = lower(workload, plan)
+        need = _need(workload, plan, program, residency(program))
+        for tier, (peak, waiting) in need.items():
             have = getattr(options.budget, f"{tier}_bytes")
             left = have - others * waiting
             if peak > left and left < getattr(budget, f"{tier}_bytes"):

@@ -16,7 +16,7 @@ from lohan_fx.planners.pareto_report import NAME
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.planners.schedule import at_the_peak
 from lohan_fx.planners.tiers import device_advice, host_advice
-from lohan_fx.planners.trial import leanest_draft, least_host, least_memory
+from lohan_fx.planners.trial import leanest_of_all, least_host, least_memory
 from lohan_fx.program import lower, residency
 
 
@@ -112,7 +112,7 @@ class Shortage:
         model = self.model
         options = replace(model.options, schedule="deferred")
         deferred = Model(model.workload, model.hw, options)
-        leanest = leanest_draft(deferred, self.budget, NAME, self.effort.lean)
+        leanest = leanest_of_all(deferred, self.budget, NAME, self.effort.lean)
         if leanest is not None and leanest.memory.peak_bytes <= self.budget.device_bytes:
             return True
         return self.first_plan(self.budget, options) is not None
@@ -144,8 +144,9 @@ class Shortage:
                 break
             peak = memory.peak_bytes
         advice = "This is the smallest need of all plans that were found"
-        if math.isfinite(bound):
-            advice += f"; none can need less than {format_bytes(bound)}"
+        if need // 2 < bound < math.inf:  # else it says next to nothing
+            same = format_need(math.ceil(bound)) == format_need(need)
+            advice += "; none can need less" + ("" if same else f" than {format_bytes(bound)}")
         if host is not None and least.tier == "device":
             advice += f". With {format_need(host.need_bytes)} of host memory "
             advice += f"(there are {format_bytes(host.have_bytes)}) there is one for this device"

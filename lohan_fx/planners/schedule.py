@@ -378,7 +378,8 @@ def device_error(
 ) -> InsufficientMemoryError:
     """The error for a plan whose shortest windows exceed the device budget."""
     strategy = made.plan.strategy
-    own = getattr(get(strategy), "states", "auto") if strategy in names() else "auto"
+    planner = get(strategy) if strategy in names() else None
+    own: Literal["auto", "device", "host", "ssd"] = getattr(planner, "states", "auto")
     asked = replace(options, states=own) if options.states == "auto" else options
     advice = device_advice(made.workload, budget, asked, "auto" if own == "auto" else "host")
     if strategy != "pareto" and not _is_least(made, options):

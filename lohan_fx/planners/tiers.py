@@ -20,7 +20,7 @@ from lohan_fx.footprint import (
     unit_bytes,
 )
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import Plan, Tier
+from lohan_fx.plan import WHOLE, Plan, Tier
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.workload import Workload
 
@@ -332,7 +332,7 @@ def host_advice(workload: Workload, plan: Plan, budget: MemoryBudget) -> str:
         for unit in workload.units
         if plan.units[unit.name].tier == "ssd" and has_own_buffer(unit, "ssd", plan.schedule, own)
     ]
-    if waiting:
+    if waiting and plan.schedule in WHOLE:
         found += (
             " Gradients wait in host memory for optimizer.step(): with accumulate='manual' they "
             "are added to sums beside the states, on the SSD."
