@@ -666,3 +666,15 @@ def test_more_ssd_makes_no_need_larger() -> None:
             Pareto().solve(workload, small_hardware(), limit, brief)
         needs.append(error.value.need_bytes)
     assert needs[1] <= needs[0]
+
+
+def test_the_note_about_units_on_the_device_names_what_has_them_there() -> None:
+    workload, options = gpt_workload(layers=2), PlannerOptions(states="device")
+    some = replace(options, fixed_units={"h0": "host"})
+    for asked, why in ((options, "4 of 4"), (some, "3 of 4")):
+        for strategy in ("lohan-resident", "pareto"):
+            notes = make_plan(strategy, workload, small_hardware(), budget(), asked).notes
+            [note] = [note for note in notes if note.startswith(why)]
+            words = "states='device' and fixed_units have it"
+            assert (words in note) == (asked is some)
+            assert ("states='device' has it" in note) == (asked is options)

@@ -21,7 +21,7 @@ from lohan_fx.planners.lanes import Load
 from lohan_fx.planners.overlap import extend
 from lohan_fx.planners.prediction import predict
 from lohan_fx.planners.regions import split_regions
-from lohan_fx.planners.registry import PlannerOptions, get, names
+from lohan_fx.planners.registry import PlannerOptions, States, get, names
 from lohan_fx.planners.tiers import check_capacity, copies_that_fit, device_advice, swap_tiers
 from lohan_fx.planners.windows import emit_points, region_reads, unit_runs, unit_uses
 from lohan_fx.program import Program, Region, Residency, lower, regions_of, residency
@@ -379,7 +379,7 @@ def device_error(
     """The error for a plan whose shortest windows exceed the device budget."""
     strategy = made.plan.strategy
     planner = get(strategy) if strategy in names() else None
-    own: Literal["auto", "device", "host", "ssd"] = getattr(planner, "states", "auto")
+    own: States = getattr(planner, "states", "auto")
     asked = replace(options, states=own) if options.states == "auto" else options
     advice = device_advice(made.workload, budget, asked, "auto" if own == "auto" else "host")
     if strategy != "pareto" and not _is_least(made, options):
