@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lohan_fx._compat import is_wrapper_subclass
-from lohan_fx.errors import LohanError, StorageError, format_bytes
+from lohan_fx.errors import LohanError, StorageError, format_bytes, format_need
 from lohan_fx.manifest import HEADER, UNKNOWN, WHOLE_FILE, bytes_of
 from lohan_fx.runtime.lane import Lane
 from lohan_fx.weights import DTYPES
@@ -213,7 +213,7 @@ def _check_space(directory: Path, need_bytes: int) -> None:
     if need_bytes > have_bytes:
         raise StorageError(
             f"not enough space for a checkpoint in {directory.parent}: need "
-            f"{format_bytes(need_bytes)}, have {format_bytes(have_bytes)}; free some, or choose "
+            f"{format_need(need_bytes)}, have {format_bytes(have_bytes)}; free some, or choose "
             "another directory (the checkpoint that is there stays until the new one is complete)"
         )
 

@@ -15,7 +15,7 @@ from lohan_fx import __version__, cli_plan
 from lohan_fx.errors import HardwareError, LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan
-from lohan_fx.reading import json_of
+from lohan_fx.reading import json_of, kind_of
 from lohan_fx.report import hardware_table, plan_file_parts, presets_table
 
 app = typer.Typer(
@@ -139,7 +139,8 @@ def _parts_of(file: Path) -> list[Any]:
     keys = data.keys() if isinstance(data, Mapping) else ()
     show = next((show for key, show in kinds.items() if key in keys), None)
     if show is None:
-        raise LohanError(f"{file} is neither a plan nor a hardware profile of lohan_fx")
+        what = f", but {kind_of(data)}" if kind_of(data) else ""
+        raise LohanError(f"{file} is neither a plan nor a hardware profile of lohan_fx{what}")
     try:
         return show()
     except (HardwareError, PlanError) as error:

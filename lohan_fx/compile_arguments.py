@@ -157,7 +157,10 @@ def chosen_schedule(
         use = f"use schedule={others} ('auto' is {default!r} here)"
         if plan is not None:
             clips = "" if gradients == "kept" else "clips=True (lohan-fx plan --clip) or "
-            use = f"the plan has it, so make another one, with {clips}schedule={others}"
+            use = (
+                f"the plan was made with schedule {wanted!r}, so make another plan, with "
+                f"{clips}schedule={others}"
+            )
         raise LohanError(
             f"schedule {wanted!r} updates units before optimizer.step(), but {why}: {use}"
         )

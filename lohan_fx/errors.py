@@ -60,6 +60,19 @@ def format_bytes(num_bytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def format_need(num_bytes: int) -> str:
+    """`format_bytes`, rounded up: a budget of that size is enough."""
+    size, unit = 1, "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if num_bytes < 1024 * size:
+            break
+        size, unit = 1024 * size, larger
+    if unit == "B":
+        return f"{num_bytes} B"
+    hundredths = -(-100 * num_bytes // size)
+    return f"{hundredths // 100}.{hundredths % 100:02} {unit}"
+
+
 _SHOWN = 8
 """Parts of a peak that an error lists; of the others it says how many they are."""
 
@@ -92,9 +105,9 @@ class InsufficientMemoryError(LohanError):
         self.where = where
         self.at_peak = tuple(at_peak)
         self.advice = advice
-        need, have = format_bytes(need_bytes), format_bytes(have_bytes)
+        need, have = format_need(need_bytes), format_bytes(have_bytes)
         if need == have:
-            need += f" and {format_bytes(need_bytes - have_bytes)} more"
+            need += f" ({format_bytes(need_bytes - have_bytes)} more)"
         lines = [f"not enough {tier} memory: need {need}, have {have} (peak at {where})"]
         if at_peak:
             lines.append("resident at the peak, largest first:")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from lohan_fx.arguments import path_of
-from lohan_fx.errors import HardwareError, format_bytes
+from lohan_fx.errors import HardwareError, format_bytes, format_need
 from lohan_fx.reading import json_of
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -390,12 +390,12 @@ class MemoryBudget:
             if size > limit[tier]:
                 if tier == "ssd" and not hw.ssds:
                     raise HardwareError(
-                        f"memory['ssd']: need {format_bytes(size)}, but the profile has no SSD: "
+                        f"memory['ssd']: need {format_need(size)}, but the profile has no SSD: "
                         "give hw=lohan_fx.profile_hardware(ssd=['/a/folder/on/it'])"
                     )
                 note = " (device and host share one memory on a CPU)" if limit != have else ""
                 raise HardwareError(
-                    f"memory[{tier!r}]: need {format_bytes(size)}, have "
+                    f"memory[{tier!r}]: need {format_need(size)}, have "
                     f"{format_bytes(limit[tier])}{note}: ask for less, or profile again "
                     "if the hardware has more"
                 )

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from lohan_fx.arguments import path_of
 from lohan_fx.errors import PlanError, format_bytes
-from lohan_fx.reading import Reader, json_of
+from lohan_fx.reading import Reader, json_of, kind_of
 
 Tier = Literal["device", "host", "ssd"]
 Action = Literal["keep", "swap", "recompute"]
@@ -268,6 +268,8 @@ class Plan:
             raise PlanError(f"{path} is no JSON file: {error}") from None
         if not isinstance(data, dict):
             raise PlanError(f"{path} is no plan: it holds a {type(data).__name__}")
+        if kind_of(data) not in ("", "a plan"):
+            raise PlanError(f"{path} is no plan, but {kind_of(data)}")
         try:
             return cls.from_dict(data)
         except PlanError as error:

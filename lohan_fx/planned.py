@@ -21,12 +21,13 @@ from lohan_fx.arguments import path_of
 from lohan_fx.bounds import Bound, step_bound
 from lohan_fx.errors import HardwareError, LohanError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import LATE, TIERS, Plan, Schedule
+from lohan_fx.plan import LATE, TIERS, Plan
 from lohan_fx.planners import PlannerOptions
 from lohan_fx.planners.pareto import lower_bound
 from lohan_fx.planners.prediction import predicted_time
+from lohan_fx.planners.registry import AskedSchedule, States, SwapTo
 from lohan_fx.program import Program, lower
-from lohan_fx.reading import Reader, json_of
+from lohan_fx.reading import Reader, json_of, kind_of
 from lohan_fx.report import (
     cast_lines,
     flops_text,
@@ -112,9 +113,9 @@ class Planned:
     compute_dtype: str = "float32"
     traced: str = ""
     search: Search | None = None
-    states: Literal["auto", "device", "host", "ssd"] = "auto"
-    swap_to: Literal["auto", "host", "ssd"] = "auto"
-    schedule: Schedule | Literal["auto"] = "auto"
+    states: States = "auto"
+    swap_to: SwapTo = "auto"
+    schedule: AskedSchedule = "auto"
     source: Any = field(default=None, repr=False, compare=False)
 
     # -- what it does -----------------------------------------------------------------------
@@ -271,6 +272,8 @@ class Planned:
             ) from error
         except ValueError as error:
             raise PlanError(f"{path} is no JSON file: {error}") from error
+        if kind_of(data) not in ("", "a plan"):
+            raise PlanError(f"{path} is no plan, but {kind_of(data)}")
         made = data.get("planned") if isinstance(data, Mapping) else None
         if not isinstance(made, Mapping) or made.get("format") != FORMAT_VERSION:
             raise PlanError(
@@ -295,9 +298,6 @@ class Planned:
         return found
 
 
-_Asked = Literal["auto", "serial", "naive", "optimized", "overlapped", "deferred", "speculative"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MadeFrom:
     """The entry "planned" of a plan file."""
@@ -312,9 +312,9 @@ class _MadeFrom:
     hardware: Mapping[str, Any]
     budget: MemoryBudget
     workload: Mapping[str, Any]
-    states: Literal["auto", "device", "host", "ssd"] = "auto"
-    swap_to: Literal["auto", "host", "ssd"] = "auto"
-    schedule: _Asked = "auto"
+    states: States = "auto"
+    swap_to: SwapTo = "auto"
+    schedule: AskedSchedule = "auto"
 
 
 _MADE_FROM_AS_IT_IS = (

@@ -29,7 +29,7 @@ from rich.progress import Progress
 from torch import nn
 
 from lohan_fx.arguments import path_of
-from lohan_fx.errors import HardwareError, StorageError, format_bytes
+from lohan_fx.errors import HardwareError, StorageError, format_bytes, format_need
 from lohan_fx.hardware import HardwareProfile, SsdDevice
 from lohan_fx.runtime.arena import Arena
 from lohan_fx.runtime.lane import Lane
@@ -474,7 +474,7 @@ def _test_file(
     num_bytes = min((64 if quick else 256) * _MIB, free_bytes // 2)
     if num_bytes < _MIN_FILE_BYTES:
         raise StorageError(
-            f"SSD directory {directory}: need {format_bytes(2 * _MIN_FILE_BYTES)} of free space "
+            f"SSD directory {directory}: need {format_need(2 * _MIN_FILE_BYTES)} of free space "
             f"to measure, have {format_bytes(free_bytes)}: free some, or use another disk"
         )
     try:

@@ -37,6 +37,19 @@ def json_of(file: Path) -> Any:
     return json_in(file.read_bytes())
 
 
+_KINDS = {
+    "traceEvents": "a trace, for Perfetto",
+    "matmul_flops_per_s": "a hardware profile",
+    "residuals": "a plan",
+}
+
+
+def kind_of(data: Any) -> str:
+    """What a file of lohan_fx is, by a key that no other has; empty if it is none."""
+    keys = data.keys() if isinstance(data, Mapping) else ()
+    return next((kind for key, kind in _KINDS.items() if key in keys), "")
+
+
 def json_in(text: bytes) -> Any:
     """What JSON in UTF-8 holds.
 

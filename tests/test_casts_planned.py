@@ -33,7 +33,7 @@ from lohan_fx.planners.random_policy import RandomPolicy
 from lohan_fx.planners.registry import Planner
 from lohan_fx.planners.schedule import draft, load_of
 from lohan_fx.planners.tiers import QUICK_OPS, check_states_fit
-from lohan_fx.planners.trial import leanest_draft, least_memory
+from lohan_fx.planners.trial import leanest_draft, leanest_of_all, least_memory
 from lohan_fx.planners.windows import num_fetches
 from lohan_fx.program import lower, residency, window_storage
 from lohan_fx.simulate import simulate, step_seconds
@@ -643,3 +643,38 @@ def test_the_leanest_plan_has_all_units_elsewhere_that_there_is_room_for() -> No
         assert peaks[-1] >= least_memory(model, limit) / SHORT_STATES
         assert peaks[-1] < max(0.0, 1 - part) + 0.2
     assert peaks == sorted(peaks, reverse=True)
+
+
+def test_more_ssd_makes_no_need_larger() -> None:
+    """Buffers for it would take the host memory that units have without it."""
+    workload = gpt_workload(layers=8)
+    whole = sum(u.state_bytes + u.compute_bytes for u in workload.units)
+    for states in ("auto", "device"):
+        options = PlannerOptions(states=states)  # type: ignore[arg-type]
+        model = Model(workload, small_hardware(), options.with_copies())
+        peaks = []
+        for part in (0.0, 0.1, 0.4, 4.0):
+            limit = budget(device=0, host=whole // 3, ssd=int(part * whole))
+            made = leanest_of_all(model, limit, "pareto", 10)
+            assert made is not None
+            peaks.append(made.memory.peak_bytes)
+        assert peaks == sorted(peaks, reverse=True)
+    needs = []
+    for ssd in (0, whole):
+        limit, brief = budget(whole // 4, whole // 6, ssd), PlannerOptions(explain=False)
+        with pytest.raises(InsufficientMemoryError, match="not enough device memory") as error:
+            Pareto().solve(workload, small_hardware(), limit, brief)
+        needs.append(error.value.need_bytes)
+    assert needs[1] <= needs[0]
+
+
+def test_the_note_about_units_on_the_device_names_what_has_them_there() -> None:
+    workload, options = gpt_workload(layers=2), PlannerOptions(states="device")
+    some = replace(options, fixed_units={"h0": "host"})
+    for asked, why in ((options, "4 of 4"), (some, "3 of 4")):
+        for strategy in ("lohan-resident", "pareto"):
+            notes = make_plan(strategy, workload, small_hardware(), budget(), asked).notes
+            [note] = [note for note in notes if note.startswith(why)]
+            words = "states='device' and fixed_units have it"
+            assert (words in note) == (asked is some)
+            assert ("states='device' has it" in note) == (asked is options)

@@ -15,6 +15,7 @@ import lohan_fx
 from lohan_fx import ablation
 from lohan_fx.api import LohanModule
 from lohan_fx.cli import app
+from lohan_fx.errors import PlanError
 from lohan_fx.models import names
 from lohan_fx.plan import Plan
 from lohan_fx.planned import Planned
@@ -311,6 +312,14 @@ def test_other_errors(hw: Path, saved: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     make_plan("lohan", gpt_workload(), small_hardware(), budget()).save(plan)
     assert "holds no workload" in message("simulate", plan)
+    assert "hw.json is no plan, but a hardware profile" in message("simulate", hw)
+    trace = tmp_path / "trace.json"
+    Planned.load(saved).trace(trace)
+    assert "trace.json is no plan, but a trace" in message("simulate", trace)
+    assert "nor a hardware profile of lohan_fx, but a trace" in message("report", trace)
+    for file, kind in ((hw, "a hardware profile"), (trace, "a trace")):
+        with pytest.raises(PlanError, match=f"is no plan, but {kind}"):
+            Plan.load(file)
     nowhere = message("simulate", tmp_path / "none.json")
     assert "cannot read the plan" in nowhere
     assert "none.json: No such file" in nowhere

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lohan_fx.errors import HardwareError, format_bytes
+from lohan_fx.errors import HardwareError, format_bytes, format_need
 from lohan_fx.hardware import HardwareProfile, MemoryBudget, SsdDevice, parse_bytes
 
 GIB = 2**30
@@ -96,6 +96,15 @@ def test_parse_bytes_reads_what_format_bytes_prints(num_bytes: int) -> None:
     text = format_bytes(num_bytes)
     rounding = 0.005 * parse_bytes("1 " + text.split()[1])
     assert abs(parse_bytes(text) - num_bytes) <= rounding + 1
+
+
+@given(st.integers(0, 2**60))
+@example(2**24)
+def test_a_need_is_rounded_up(num_bytes: int) -> None:
+    """Who gives as much as a message names has given enough, and no more than a hundredth."""
+    text = format_need(num_bytes)
+    more = parse_bytes(text) - num_bytes
+    assert 0 <= more <= 0.01 * parse_bytes("1 " + text.split()[1])
 
 
 # Profiles

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from lohan_fx.errors import InsufficientMemoryError, PlanError
+from lohan_fx.errors import InsufficientMemoryError, PlanError, format_bytes, format_need
 from lohan_fx.footprint import may_cast
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import SCHEDULES, Action, Plan, Schedule, Tier
@@ -29,7 +29,7 @@ from lohan_fx.planners.regions import LateRegions
 from lohan_fx.planners.schedule import Draft, draft, finish_draft, must_save
 from lohan_fx.planners.simplex import solve
 from lohan_fx.planners.structure import MAX_LAYERS, segments_of, windows_of
-from lohan_fx.planners.trial import make_draft
+from lohan_fx.planners.trial import least_memory, make_draft
 from lohan_fx.program import lower
 from lohan_fx.simulate import simulate, step_seconds
 from lohan_fx.workload import Op, Workload
@@ -529,6 +529,13 @@ def test_infeasible_names_the_smallest_budget(seed: int) -> None:
     assert error.at_peak
     assert "smallest need" in str(error)
     assert error.advice.endswith("Give the plan more device memory or a smaller batch.")
+    bound = least_memory(Model(workload, hw, PlannerOptions().with_copies()), tight)
+    assert ("none can need less" in error.advice) == (bound > error.need_bytes // 2)
+    if bound > error.need_bytes // 2:
+        same = format_need(math.ceil(bound)) == format_need(error.need_bytes)
+        assert (
+            "need less. " if same else f"need less than {format_bytes(bound)}. "
+        ) in error.advice
     enough = replace(tight, device_bytes=error.need_bytes)
     check(workload, Pareto().solve(workload, hw, enough)[0], enough)
     less = replace(tight, device_bytes=error.need_bytes - 1)

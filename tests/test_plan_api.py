@@ -129,8 +129,11 @@ def test_a_plan_can_be_given_to_compile() -> None:
     ("options", "why"),
     [
         ({"schedule": "serial"}, "the plan was made with schedule 'optimized'"),
-        ({"clip_grad_norm": 1.0}, "so make another one, with clips=True (lohan-fx plan --clip) or"),
-        ({"gradients": "kept"}, "the plan has it, so make another one, with schedule="),
+        (
+            {"clip_grad_norm": 1.0},
+            "so make another plan, with clips=True (lohan-fx plan --clip) or",
+        ),
+        ({"gradients": "kept"}, "so make another plan, with schedule="),
         ({"states": "ssd"}, "a plan says itself where states are"),
         ({"schedule": "serail", "clip_grad_norm": 1.0}, "'serail' is none of auto, serial"),
     ],
@@ -254,6 +257,28 @@ def test_a_plan_of_another_batch_says_so(strategy: str) -> None:
     assert "made for another step than this one (other shapes" in found.notes[0]
     assert "note: the plan given to compile was made for another step" in compiled.report()
     compiled.lohan.close()
+
+
+def test_a_plan_of_another_machine_and_strategy() -> None:
+    """What is predicted is of the machine that runs it; what it was asked to plan with, plans what
+    the plan is not for."""
+    model, x = small()
+    slow = replace(CPU, h2d_bytes_per_s=CPU.h2d_bytes_per_s / 100)
+    given = plan(model, x, hw=CPU, strategy="swap-all").plan
+    there = plan(model, x, hw=slow, strategy="swap-all").plan
+    assert there.prediction.step_s > 1.01 * given.prediction.step_s
+    optimizer = torch.optim.AdamW(model.parameters())
+    for strategy in ("lohan", "swap-all"):
+        compiled = lohan_fx.compile(
+            model, hw=slow, optimizer=optimizer, plan=given, strategy=strategy
+        )
+        assert isinstance(compiled, LohanModule)
+        found = compiled.lohan.prepare(x).plan
+        assert found.prediction.step_s == pytest.approx(there.prediction.step_s)
+        notes = [note for note in found.notes if "strategy='lohan' did not make this plan" in note]
+        assert len(notes) == (strategy == "lohan")
+        assert found.notes[len(notes) :] == given.notes
+        compiled.lohan.close()
 
 
 def test_a_plan_that_was_kept_is_run_without_planning(tmp_path: Path) -> None:

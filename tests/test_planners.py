@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import math
+import re
 import subprocess
 import sys
 import weakref
@@ -19,9 +20,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lohan_fx.errors import InsufficientMemoryError, LohanError, PlanError, format_bytes
+from lohan_fx.errors import (
+    InsufficientMemoryError,
+    LohanError,
+    PlanError,
+    format_bytes,
+    format_need,
+)
 from lohan_fx.footprint import align, host_breakdown, host_bytes_needed, ssd_bytes_needed
-from lohan_fx.hardware import HardwareProfile, MemoryBudget
+from lohan_fx.hardware import HardwareProfile, MemoryBudget, parse_bytes
 from lohan_fx.plan import SCHEDULES, Action, Plan
 from lohan_fx.planners import (
     Choices,
@@ -40,7 +47,7 @@ from lohan_fx.planners.random_policy import RandomPolicy
 from lohan_fx.planners.schedule import draft, must_save, tiny_residuals
 from lohan_fx.program import lower, regions_of, residency
 from lohan_fx.workload import Workload
-from tests.workloads import budget, gpt_workload, mlp_workload, small_hardware, workloads
+from tests.workloads import Builder, budget, gpt_workload, mlp_workload, small_hardware, workloads
 
 STRATEGIES = ("keep-all", "swap-all", "recompute-all", "lohan", "lohan-paper", "random")
 HW = small_hardware()
@@ -723,6 +730,7 @@ def test_the_advice_is_about_what_takes_host_memory(accumulator: bool) -> None:
         make_plan("swap-all", workload, small_hardware(), budget(host=need - 1), options)
     assert ("accumulate='manual'" in error.value.advice) is not accumulator
     assert "smaller batch" not in error.value.advice
+    workload = gpt_workload(layers=8)  # few of its units fill the buffers that SSD units need
     in_host = PlannerOptions(states="host", swap_to="host")
     plan = make_plan("swap-all", workload, small_hardware(), budget(), in_host)
     need = sum(host_bytes_needed(workload, plan).values())
@@ -736,14 +744,14 @@ def test_the_advice_is_about_what_takes_host_memory(accumulator: bool) -> None:
 def test_the_advice_is_enough() -> None:
     """The SSD that states would need, and what the schedule that updates in turn does: with that
     much, to the byte, there is a plan."""
-    workload, hw = gpt_workload(), small_hardware()
+    workload, hw = gpt_workload(layers=8), small_hardware()
     options = PlannerOptions(states="host", swap_to="host")
     with pytest.raises(InsufficientMemoryError) as error:
         make_plan("recompute-all", workload, hw, budget(host=1, ssd=1), options)
     on_ssd = PlannerOptions(states="ssd", swap_to="host")
     plan = make_plan("recompute-all", workload, hw, budget(), on_ssd)
     states = ssd_bytes_needed(workload, plan)["units"]
-    assert f"an SSD of {format_bytes(states)} for states" in error.value.advice
+    assert f"an SSD of {format_need(states)} for states" in error.value.advice
     make_plan("recompute-all", workload, hw, budget(ssd=states), on_ssd)
 
     need = sum(host_bytes_needed(workload, plan).values())
@@ -756,5 +764,70 @@ def test_the_advice_is_enough() -> None:
         ).values()
     )
     assert less < need
-    assert f"With schedule='serial' it needs {format_bytes(less)}" in error.value.advice
+    assert f"With schedule='serial' it needs {format_need(less)}" in error.value.advice
     make_plan("recompute-all", workload, hw, budget(host=less), serial)
+
+
+def test_states_on_ssd_are_advised_where_that_helps() -> None:
+    """Their buffers take host memory: how much, is said where there is less; nothing is where they
+    take more than states in host memory."""
+    hw, options = small_hardware(), PlannerOptions(states="host", swap_to="host")
+    for layers in (1, 8):
+        workload = gpt_workload(layers=layers)
+        plan = make_plan("recompute-all", workload, hw, budget(), options)
+        whole = sum(host_bytes_needed(workload, plan).values())
+        on_ssd = dict.fromkeys(workload.unit_by_name, "ssd")
+        need = sum(host_breakdown(workload.units, on_ssd, "optimized").values())
+        assert (need < whole) == (layers == 8)
+        for host in {min(need, whole) - 1, whole - 1}:
+            with pytest.raises(InsufficientMemoryError) as error:
+                make_plan("recompute-all", workload, hw, budget(host=host), options)
+            advice, size = error.value.advice, f", which needs {format_need(need)} of host memory"
+            assert ("states='ssd'" in advice) == (need < whole)
+            assert (f"(states='ssd'{size})" in advice) == (host < need < whole)
+            if host >= need:
+                make_plan(
+                    "recompute-all", workload, hw, budget(host=host), replace(options, states="ssd")
+                )
+
+
+@pytest.mark.parametrize("strategy", ["lohan", "lohan-resident"])
+def test_a_shortage_of_two_tiers_names_both(strategy: str) -> None:
+    """With as much host memory as is said, there would be too little SSD."""
+    workload, hw = gpt_workload(layers=8), small_hardware()
+    p = make_plan(strategy, workload, hw, budget(), PlannerOptions(states="ssd")).prediction
+    small = budget(device=2 * p.peak_device_bytes, host=1000, ssd=p.peak_ssd_bytes // 4)
+    with pytest.raises(InsufficientMemoryError, match="not enough host memory") as error:
+        make_plan(strategy, workload, hw, small)
+    found = re.search(r"Not enough ssd memory either: need (.*), have (.*)\.", str(error.value))
+    assert found is not None
+    assert found[2] == format_bytes(small.ssd_bytes)
+    both = replace(small, host_bytes=error.value.need_bytes, ssd_bytes=parse_bytes(found[1]))
+    make_plan(strategy, workload, hw, both)
+
+
+def test_device_advice_is_of_what_helps() -> None:
+    """No batch where states alone are too large; no strategy where an op alone is; then states
+    elsewhere, by a value that lets them be there."""
+    b, hw = Builder("bare"), small_hardware()
+    b.value("x", 64, "input")
+    b.op("f", ["x"], [("y", 64)], block="b")
+    b.op("loss", ["y"], [("loss", 4)], block="b", output=True)
+    b.op("loss.b", ["loss", "y"], [("d", 64)], block="b", phase="backward")
+    with pytest.raises(InsufficientMemoryError) as error:
+        make_plan("lohan", b.build(), hw, budget(device=100))
+    assert error.value.advice == "Give the plan more device memory or a smaller batch."
+    with pytest.raises(InsufficientMemoryError):
+        make_plan("pareto", b.build(), hw, budget(device=error.value.need_bytes - 1))
+    workload = gpt_workload()
+    with pytest.raises(InsufficientMemoryError, match="batch, or try strategy='pareto'"):
+        make_plan("lohan", workload, hw, budget(device=1000))
+    for strategy, auto in (("lohan", "auto"), ("lohan-resident", "auto"), ("capuchin", "host")):
+        options = PlannerOptions(states="device")
+        with pytest.raises(InsufficientMemoryError) as error:
+            make_plan(strategy, workload, hw, budget(device=1000), options)
+        advice = error.value.advice
+        assert f"memory, or let states be elsewhere, too (states={auto!r})" in advice
+        assert "strategy='pareto'" in advice
+    with pytest.raises(InsufficientMemoryError, match=r"\(states='host'\)"):
+        make_plan("capuchin", workload, hw, budget(device=1000))

@@ -191,8 +191,11 @@ def test_where_gradients_add_up_it_is_a_micro_batch() -> None:
 
 
 def test_what_is_missing_shows_where_need_and_have_look_alike() -> None:
-    error = InsufficientMemoryError("device", 2**24 + 4167, 2**24, where="here")
-    assert "need 16.00 MiB and 4.07 KiB more, have 16.00 MiB" in str(error)
+    """A need is rounded up: so much is enough."""
+    error = InsufficientMemoryError("device", 2**24 + 1, 2**24, where="here")
+    assert "need 16.01 MiB, have 16.00 MiB" in str(error)
+    error = InsufficientMemoryError("device", 2**24 - 1000, 2**24 - 2000, where="here")
+    assert "need 16.00 MiB (1000 B more), have 16.00 MiB" in str(error)
     assert "need 2 B, have 1 B" in str(InsufficientMemoryError("host", 2, 1, where="here"))
 
 

@@ -39,6 +39,7 @@ from lohan_fx.errors import (
     StorageError,
     UnsupportedOptimizerError,
     format_bytes,
+    format_need,
 )
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SCHEDULES, WHOLE
@@ -122,7 +123,7 @@ def test_too_little_device_memory(
     assert (error.tier, error.have_bytes) == ("device", 20 * 1024)
     lines = str(error).splitlines()
     assert lines[0] == (
-        f"not enough device memory: need {format_bytes(error.need_bytes)}, have 20.00 KiB "
+        f"not enough device memory: need {format_need(error.need_bytes)}, have 20.00 KiB "
         f"(peak at {error.where})"
     )
     assert lines[1] == "resident at the peak, largest first:"
@@ -166,7 +167,7 @@ def test_too_little_host_memory_or_ssd(
         run.forward(0)
     error = caught.value
     assert (error.tier, error.have_bytes) == (tier, 100 * 1024)
-    assert f"not enough {tier} memory: need {format_bytes(error.need_bytes)}" in str(error)
+    assert f"not enough {tier} memory: need {format_need(error.need_bytes)}" in str(error)
     assert {name for name, _ in error.at_peak} == parts
     assert sum(size for _, size in error.at_peak) == error.need_bytes
     assert not files_in(hw)

@@ -32,15 +32,8 @@ from lohan_fx.planners import Planner, PlannerOptions, combine, get, make_plan
 from lohan_fx.planners.go_memferry import go_memferry
 from lohan_fx.planners.memferry import keep_everything
 from lohan_fx.planners.prediction import predict
-from lohan_fx.planners.strategy import (
-    Parameters,
-    Setting,
-    States,
-    Strategy,
-    SwapTo,
-    place,
-    with_defaults,
-)
+from lohan_fx.planners.registry import States, SwapTo
+from lohan_fx.planners.strategy import Parameters, Setting, Strategy, place, with_defaults
 from lohan_fx.program import lower, residency
 from lohan_fx.workload import Workload
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from lohan_fx.compiled.leaving_room import ALONE, Beside, needs, plan_leaving_room
 from lohan_fx.compiled.options import Options
-from lohan_fx.errors import InsufficientMemoryError, PlanError, format_bytes
+from lohan_fx.errors import InsufficientMemoryError, PlanError, format_bytes, format_need
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Plan, Prediction, Tier
 from lohan_fx.planners import make_plan
@@ -29,8 +29,9 @@ def has_backward(workload: Workload) -> bool:
 
 
 def given_plan(options: Options, workload: Workload) -> Plan | None:
-    """The user's plan, if there is one. Its prediction is of the step at hand: if that is not the
-    one it was made for, a note says so, as its other notes are of that one.
+    """The user's plan, if there is one. Its prediction is of the step and the machine at hand; if
+    the step is not the one it was made for, a note says so, as its other notes are of that one;
+    another one, that the strategy that was asked for did not make it.
 
     Raises:
         PlanError: it is of another model, or program, than the one at hand.
@@ -72,10 +73,17 @@ def given_plan(options: Options, workload: Workload) -> Plan | None:
                 advice=_why_too_large(options, plan, tier, peak, have),
             )
     here = predict(workload, options.hw, options.planner, plan, program, memory)
-    old = plan.prediction
-    if all(getattr(here, name) == getattr(old, name) for name in _OF_A_STEP):
-        return plan
-    return dataclasses.replace(plan, prediction=here, notes=(_of_another(old, here), *plan.notes))
+    old, notes = plan.prediction, plan.notes
+    if any(getattr(here, name) != getattr(old, name) for name in _OF_A_STEP):
+        notes = (_of_another(old, here), *notes)
+    asked = options.strategy
+    if isinstance(asked, str) and asked not in ("pareto", plan.strategy):  # "pareto": the default
+        note = (
+            f"strategy={asked!r} did not make this plan, which was given to compile: it plans what "
+            "else runs (other shapes, evaluations)"
+        )
+        notes = (note, *(other for other in notes if other != note))
+    return dataclasses.replace(plan, prediction=here, notes=notes)
 
 
 _OF_A_STEP = tuple(
@@ -93,9 +101,9 @@ def _of_another(old: Prediction, here: Prediction) -> str:
     )
     return (
         "the plan given to compile was made for another step than this one (other shapes, "
-        f"optimizer or options), and may be far from the best here. It expected peaks of {was}; "
-        f"this step has {found}, as predicted above. Its own notes, which follow, are of the other "
-        "step"
+        "optimizer, compute dtype or options), and may be far from the best here. It expected "
+        f"peaks of {was}; this step has {found}, as predicted above. Its own notes, which follow, "
+        "are of the other step"
     )
 
 
@@ -104,10 +112,10 @@ def _why_too_large(options: Options, plan: Plan, tier: Tier, peak: int, have: in
     planned = getattr(plan.prediction, f"peak_{tier}_bytes")
     if peak != planned:
         return (
-            f"The plan was made for {format_bytes(planned)} at its peak, which here is "
-            f"{format_bytes(peak)}: with another batch or optimizer, or without what adds "
-            "gradients up here (accumulates=True of lohan_fx.plan). Make a plan of this, or leave "
-            "plan= out."
+            f"The plan was made for {format_need(planned)} at its peak, which here is "
+            f"{format_need(peak)}: with another batch, optimizer or compute dtype, or without what "
+            "adds gradients up here (accumulates=True of lohan_fx.plan). Make a plan of this, or "
+            "leave plan= out."
         )
     if peak <= have:
         return (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lohan_fx import footprint
-from lohan_fx.errors import InsufficientMemoryError, format_bytes
+from lohan_fx.errors import InsufficientMemoryError, format_need
 from lohan_fx.hardware import MemoryBudget
 from lohan_fx.plan import Plan, Tier
 from lohan_fx.program import Program, Residency, lower, residency, waiting_bytes
@@ -176,7 +176,7 @@ class _Search:
             where=f"{least.where if least else 'the whole step'}, while {wait}",
             at_peak=((f"what waiting forwards hold (forwards={self.others + 1})", whole - peak),)
             + (least.at_peak if least else ()),
-            advice=f"One step alone needs {format_bytes(peak)}. {least.advice if least else ways} "
+            advice=f"One step alone needs {format_need(peak)}. {least.advice if least else ways} "
             f"A smaller forwards= than {self.others + 1} needs less, too.",
         )
 

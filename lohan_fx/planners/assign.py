@@ -75,7 +75,8 @@ def rounded_evenly(model: Model, x: Floats) -> Ints:
     Where equal units are groups of their own, as the windows of their ops differ, a program that
     has room for three of eight elsewhere gives each group the same three eighths, and `rounded`
     would leave all eight where most of each is. Here what a group was given too little or too much
-    of is carried to the next one.
+    of is carried to the next one; so an option that `x` has a part of may get more of a group than
+    that part rounded up, but never more than what the group's parts are together.
     """
     whole = np.floor(x + 1e-9)
     part = x - whole

@@ -365,7 +365,7 @@ class _Run:
             if self.fits(made):
                 drafts.append(made)
             else:
-                errors.append(device_error(made.memory, self.budget, self.strategy.name))
+                errors.append(device_error(made, self.budget, self.options))
         return drafts, errors
 
     def lessened(

@@ -158,7 +158,7 @@ class _Search:
             if self.fits(made):
                 self.notes += [note] if note else []
                 return made
-            errors.append(device_error(made.memory, self.budget, self.strategy.name))
+            errors.append(device_error(made, self.budget, self.options))
         device = [e for e in errors if e.tier == "device"]
         raise min(device or errors, key=lambda e: e.need_bytes).anew()
 

@@ -41,7 +41,7 @@ from lohan_fx.planners.schedule import Choices, device_error, finish
 from lohan_fx.planners.simplex import solve
 from lohan_fx.planners.strategy import Strategy
 from lohan_fx.planners.tiers import check_ssds
-from lohan_fx.planners.trial import leanest_draft
+from lohan_fx.planners.trial import leanest_of_all
 from lohan_fx.workload import Workload
 
 NOT_CANDIDATES = frozenset({NAME, "checkmate", "lohan+checkmate"})
@@ -336,14 +336,14 @@ class _Search:
 
     def lean_plan(self) -> None:
         """The plan with the smallest peak, however slow."""
-        made = leanest_draft(self.model, self.budget, NAME, self.effort.lean)
+        made = leanest_of_all(self.model, self.budget, NAME, self.effort.lean)
         if made is None:
             if not self.errors:  # nobody has said what lacks
                 self._consider("lohan")
         elif made.memory.peak_bytes <= self.budget.device_bytes:
             self.offers.finish(made, self.budget)
         else:
-            self.errors.append(device_error(made.memory, self.budget, NAME))
+            self.errors.append(device_error(made, self.budget, self.options))
 
     def first_plan(self, budget: MemoryBudget, options: PlannerOptions) -> Plan | None:
         """What a search for another budget, or with other options, comes upon first."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lohan_fx.errors import InsufficientMemoryError, format_bytes
+from lohan_fx.errors import InsufficientMemoryError, format_bytes, format_need
 from lohan_fx.footprint import host_bytes_needed
 from lohan_fx.hardware import MemoryBudget
 from lohan_fx.plan import Plan
@@ -14,9 +14,9 @@ from lohan_fx.planners.effort import Effort
 from lohan_fx.planners.model import Model
 from lohan_fx.planners.pareto_report import NAME
 from lohan_fx.planners.registry import PlannerOptions
-from lohan_fx.planners.schedule import device_error
-from lohan_fx.planners.tiers import host_advice
-from lohan_fx.planners.trial import leanest_draft, least_host, least_memory
+from lohan_fx.planners.schedule import at_the_peak
+from lohan_fx.planners.tiers import device_advice, host_advice
+from lohan_fx.planners.trial import leanest_of_all, least_host, least_memory
 from lohan_fx.program import lower, residency
 
 
@@ -112,7 +112,7 @@ class Shortage:
         model = self.model
         options = replace(model.options, schedule="deferred")
         deferred = Model(model.workload, model.hw, options)
-        leanest = leanest_draft(deferred, self.budget, NAME, self.effort.lean)
+        leanest = leanest_of_all(deferred, self.budget, NAME, self.effort.lean)
         if leanest is not None and leanest.memory.peak_bytes <= self.budget.device_bytes:
             return True
         return self.first_plan(self.budget, options) is not None
@@ -139,34 +139,25 @@ class Shortage:
                 break
             need = size
             memory = residency(lower(self.model.workload, plan))
-            found = device_error(memory, self.budget, NAME)
-            at_peak, where = found.at_peak, found.where
+            at_peak, where = at_the_peak(memory), f"{memory.peak_name}, strategy {NAME!r}"
             if need == peak:
                 break
-            peak = found.need_bytes
+            peak = memory.peak_bytes
         advice = "This is the smallest need of all plans that were found"
-        if math.isfinite(bound):
-            advice += f"; none can need less than {format_bytes(bound)}"
+        if need // 2 < bound < math.inf:  # else it says next to nothing
+            same = format_need(math.ceil(bound)) == format_need(need)
+            advice += "; none can need less" + ("" if same else f" than {format_bytes(bound)}")
         if host is not None and least.tier == "device":
-            advice += f". With {format_bytes(host.need_bytes)} of host memory "
+            advice += f". With {format_need(host.need_bytes)} of host memory "
             advice += f"(there are {format_bytes(host.have_bytes)}) there is one for this device"
-        advice += f". {self._device_advice() if least.tier == 'device' else least.advice}"
+        if least.tier == "device":
+            ways = device_advice(self.model.workload, self.budget, self.model.options)
+            advice += f". {ways}."
+        else:
+            advice += f". {least.advice}"
         return InsufficientMemoryError(
             least.tier, need, least.have_bytes, where=where, at_peak=at_peak, advice=advice.strip()
         )
-
-    def _device_advice(self) -> str:
-        """What makes a step take less of the device, or what else there is to give."""
-        workload, options = self.model.workload, self.model.options
-        ways = ["more device memory"]
-        everywhere = options.states == "device" and not options.fixed_units
-        states = sum(u.state_bytes for u in workload.units) if everywhere else 0
-        if states < self.budget.device_bytes:  # else no batch is small enough
-            ways.append("a smaller batch")
-        advice = f"Give the plan {' or '.join(ways)}"
-        if options.states == "device":
-            advice += ", or let states be elsewhere, too (states='auto')"
-        return advice + "."
 
     def _plan_on(self, device_bytes: int) -> Plan | None:
         """A plan for another device budget (other than the leanest), if there is one."""

@@ -17,6 +17,10 @@ from lohan_fx.workload import Workload
 if TYPE_CHECKING:
     from lohan_fx.planners.schedule import Choices
 
+States = Literal["auto", Tier]
+SwapTo = Literal["auto", "host", "ssd"]
+AskedSchedule = Literal["auto", Schedule]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerOptions:
@@ -47,9 +51,9 @@ class PlannerOptions:
         PlanError: a value that is none of these.
     """
 
-    states: Literal["auto", "device", "host", "ssd"] = "auto"
-    swap_to: Literal["auto", "host", "ssd"] = "auto"
-    schedule: Schedule | Literal["auto"] = "auto"
+    states: States = "auto"
+    swap_to: SwapTo = "auto"
+    schedule: AskedSchedule = "auto"
     fixed_units: Mapping[str, Tier] | None = None
     copies: Literal["auto", "states", "host"] = "auto"
     fixed_copies: Collection[str] | None = None

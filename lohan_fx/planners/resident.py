@@ -147,7 +147,8 @@ def resident_note(plan: Plan, options: PlannerOptions, which: str = "") -> str:
     here = [unit for unit in plan.units.values() if unit.tier == "device"]
     note = f"{len(here)} of {len(plan.units)} units are resident on the device{which}"
     if options.states != "auto":
-        note += f", as states={options.states!r} has it"
+        note += f", as states={options.states!r}"
+        note += " and fixed_units have it" if options.fixed_units else " has it"
     casts = sum(unit.casts for unit in here)
     parked = sum(unit.gradients == "parked" for unit in here)
     note += f", {casts} keep no compute copy" if casts else ""

@@ -21,8 +21,8 @@ from lohan_fx.planners.lanes import Load
 from lohan_fx.planners.overlap import extend
 from lohan_fx.planners.prediction import predict
 from lohan_fx.planners.regions import split_regions
-from lohan_fx.planners.registry import PlannerOptions
-from lohan_fx.planners.tiers import check_capacity, copies_that_fit, swap_tiers
+from lohan_fx.planners.registry import PlannerOptions, States, get, names
+from lohan_fx.planners.tiers import check_capacity, copies_that_fit, device_advice, swap_tiers
 from lohan_fx.planners.windows import emit_points, region_reads, unit_runs, unit_uses
 from lohan_fx.program import Program, Region, Residency, lower, regions_of, residency
 from lohan_fx.workload import MODEL_INPUT_KINDS, Workload
@@ -367,19 +367,48 @@ def lean_draft(
     return min(made, parted, key=lambda d: d.memory.peak_bytes)
 
 
-def device_error(memory: Residency, budget: MemoryBudget, strategy: str) -> InsufficientMemoryError:
-    """The error for a plan whose shortest windows exceed the device budget."""
+def at_the_peak(memory: Residency) -> tuple[tuple[str, int], ...]:
+    """What is on the device at the peak, largest first."""
     static = ("inputs, buffers, device-resident units", memory.static_bytes)
-    at_peak = sorted((static, *memory.at_peak), key=lambda item: (-item[1], item[0]))
+    return tuple(sorted((static, *memory.at_peak), key=lambda item: (-item[1], item[0])))
+
+
+def device_error(
+    made: Draft, budget: MemoryBudget, options: PlannerOptions
+) -> InsufficientMemoryError:
+    """The error for a plan whose shortest windows exceed the device budget."""
+    strategy = made.plan.strategy
+    planner = get(strategy) if strategy in names() else None
+    own: States = getattr(planner, "states", "auto")
+    asked = replace(options, states=own) if options.states == "auto" else options
+    advice = device_advice(made.workload, budget, asked, "auto" if own == "auto" else "host")
+    if strategy != "pareto" and not _is_least(made, options):
+        advice += ", or try strategy='pareto'"
     return InsufficientMemoryError(
         "device",
-        memory.peak_bytes,
+        made.memory.peak_bytes,
         budget.device_bytes,
-        where=f"{memory.peak_name}, strategy {strategy!r}",
-        at_peak=at_peak,
-        advice="Give the plan more device memory or a smaller batch"
-        + (", or try strategy='pareto'." if strategy != "pareto" else "."),
+        where=f"{made.memory.peak_name}, strategy {strategy!r}",
+        at_peak=at_the_peak(made.memory),
+        advice=f"{advice}.",
     )
+
+
+def _is_least(made: Draft, options: PlannerOptions) -> bool:
+    """Whether it is plain that no plan takes less of the device: at the peak there is nothing but
+    what every plan has there, and what the op itself reads and writes."""
+    memory, units = made.memory, made.plan.units
+    here = [u for u in made.workload.units if units[u.name].tier == "device"]
+    open_casts = options.fixed_casts is None and any(
+        may_cast(u, "device") and not units[u.name].casts for u in here
+    )
+    if here and (options.states != "device" or open_casts):
+        return False
+    peak = made.program.instructions[memory.peak_index]
+    if peak.kind != "compute":
+        return False
+    needed = {*peak.reads, *dict(peak.births), f"{peak.name} (workspace)", *made.program.pinned}
+    return all(name in needed for name, _ in memory.at_peak)
 
 
 def finish(
@@ -420,7 +449,7 @@ def finish_draft(
         PlanError: a bug: the plan's exact peak is not the one that was planned.
     """
     if made.memory.peak_bytes > budget.device_bytes:
-        raise device_error(made.memory, budget, made.plan.strategy)
+        raise device_error(made, budget, options)
     plan = extend(made.workload, made.plan, made.regions, made.load.copy(), hw, budget)
     program = lower(made.workload, plan)
     memory = residency(program)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 from lohan_fx.errors import InsufficientMemoryError, PlanError
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import Action, Plan, Schedule, Tier
-from lohan_fx.planners.registry import Planner, PlannerOptions, get
+from lohan_fx.planners.registry import Planner, PlannerOptions, States, SwapTo, get
 from lohan_fx.planners.schedule import (
     Choices,
     Draft,
@@ -27,9 +27,6 @@ from lohan_fx.planners.schedule import (
 )
 from lohan_fx.planners.tiers import unit_tiers
 from lohan_fx.workload import Workload
-
-States = Literal["auto", "device", "host", "ssd"]
-SwapTo = Literal["auto", "host", "ssd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +88,7 @@ class Setting:
         return made.memory.peak_bytes <= self.budget.device_bytes
 
     def error(self, made: Draft) -> InsufficientMemoryError:
-        return device_error(made.memory, self.budget, self.name)
+        return device_error(made, self.budget, self.options)
 
     def num_bytes(self, values: Collection[str]) -> int:
         return sum(self.workload.values[v].num_bytes for v in values)

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from lohan_fx.errors import InsufficientMemoryError, PlanError, format_bytes
+from lohan_fx.errors import InsufficientMemoryError, PlanError, format_bytes, format_need
 from lohan_fx.footprint import (
     align,
     has_own_buffer,
     host_breakdown,
     host_bytes_needed,
+    host_copies,
     may_cast,
     may_park,
     own_buffers,
     ssd_bytes_needed,
+    tiers_of,
     unit_bytes,
 )
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
-from lohan_fx.plan import Plan, Tier
+from lohan_fx.plan import WHOLE, Plan, Tier
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.workload import Workload
 
@@ -237,18 +239,25 @@ def check_capacity(workload: Workload, plan: Plan, budget: MemoryBudget) -> None
         ("host", host_bytes_needed(workload, plan), budget.host_bytes),
         ("ssd", ssd_bytes_needed(workload, plan), budget.ssd_bytes),
     )
-    for tier, need, have in needs:
-        total = sum(need.values())
-        if total > have:
-            parts = sorted(need.items(), key=lambda item: (-item[1], item[0]))
-            raise InsufficientMemoryError(
-                tier,
-                total,
-                have,
-                where=f"the whole step, strategy {plan.strategy!r}",
-                at_peak=[(name, size) for name, size in parts if size],
-                advice=_SSD_ADVICE if tier == "ssd" else host_advice(workload, plan, budget),
-            )
+    lacking = [(tier, need, have) for tier, need, have in needs if sum(need.values()) > have]
+    if not lacking:
+        return
+    tier, need, have = lacking[0]
+    advice = _SSD_ADVICE if tier == "ssd" else host_advice(workload, plan, budget)
+    for other, more, there in lacking[1:]:
+        advice += (
+            f" Not enough {other} memory either: need {format_need(sum(more.values()))}, have "
+            f"{format_bytes(there)}."
+        )
+    parts = sorted(need.items(), key=lambda item: (-item[1], item[0]))
+    raise InsufficientMemoryError(
+        tier,
+        sum(need.values()),
+        have,
+        where=f"the whole step, strategy {plan.strategy!r}",
+        at_peak=[(name, size) for name, size in parts if size],
+        advice=advice,
+    )
 
 
 def check_states_fit(
@@ -305,30 +314,77 @@ _SSD_ADVICE = "Give the plan a larger SSD, or let states or activations stay in 
 def host_advice(workload: Workload, plan: Plan, budget: MemoryBudget) -> str:
     """What makes a plan take less host memory than it does, with this budget of SSDs."""
     need = host_bytes_needed(workload, plan)
+    total = sum(need.values())
     ways = ["more host memory"]
     if need["units"] or need["spares"]:
-        states = sum(unit_bytes(unit) for unit in workload.units)
-        size = f" of {format_bytes(states)}" if 0 < budget.ssd_bytes < states else ""
-        ways.append(f"an SSD{size} for states (states='ssd')")
+        ways += _states_on_ssd(workload, plan, budget, total)
     if need["residuals"]:
-        ways += [
-            "an SSD for activations (swap_to='ssd')",
-            "a smaller batch",
-            "a strategy that recomputes",
-        ]
+        if _moved(workload, plan, tiers_of(plan), residuals=True) < total:
+            ways.append("an SSD for activations (swap_to='ssd')")
+        ways += ["a smaller batch", "a strategy that recomputes"]
     found = f"Give the plan {' or '.join(ways)}."
     in_turn = sum(host_bytes_needed(workload, replace(plan, schedule="serial")).values())
-    if in_turn < sum(need.values()):
-        found += f" With schedule='serial' it needs {format_bytes(in_turn)}, and more time."
+    if in_turn < total:
+        found += f" With schedule='serial' it needs {format_need(in_turn)}, and more time."
     own = own_buffers(plan)
     waiting = [
         unit
         for unit in workload.units
         if plan.units[unit.name].tier == "ssd" and has_own_buffer(unit, "ssd", plan.schedule, own)
     ]
-    if waiting:
+    if waiting and plan.schedule in WHOLE:
         found += (
             " Gradients wait in host memory for optimizer.step(): with accumulate='manual' they "
             "are added to sums beside the states, on the SSD."
         )
     return found
+
+
+def device_advice(
+    workload: Workload, budget: MemoryBudget, options: PlannerOptions, elsewhere: str = "auto"
+) -> str:
+    """What makes a step take less of the device, or what else there is to give; no full stop.
+
+    Args:
+        elsewhere: the value of states= that lets states be in other tiers.
+    """
+    ways = ["more device memory"]
+    fixed = options.fixed_units or {}
+    tiers = (fixed.get(u.name, options.states) for u in workload.units)
+    here = [u for u, tier in zip(workload.units, tiers, strict=True) if tier == "device"]
+    states = sum(u.state_bytes for u in here) if options.states == "device" else 0
+    if states < budget.device_bytes:  # else no batch is small enough
+        ways.append("a smaller batch")
+    advice = f"Give the plan {' or '.join(ways)}"
+    if options.states == "device":
+        advice += f", or let states be elsewhere, too (states={elsewhere!r})"
+    return advice
+
+
+def _states_on_ssd(workload: Workload, plan: Plan, budget: MemoryBudget, limit: int) -> list[str]:
+    """The advice to have all states on SSD, if that takes less host memory than the limit; with how
+    much it takes, where the budget has less."""
+    need = _moved(workload, plan, dict.fromkeys(plan.units, "ssd"))
+    if need >= limit:
+        return []
+    states = sum(unit_bytes(unit) for unit in workload.units)
+    size = f" of {format_need(states)}" if 0 < budget.ssd_bytes < states else ""
+    what = "states='ssd'"
+    if need > budget.host_bytes:
+        what += f", which needs {format_need(need)} of host memory"
+    return [f"an SSD{size} for states ({what})"]
+
+
+def _moved(
+    workload: Workload, plan: Plan, tiers: Mapping[str, Tier], *, residuals: bool = False
+) -> int:
+    """Host bytes of a plan with its units in other tiers, or with what it swaps (`residuals`) on
+    SSD."""
+    sizes: dict[str, list[int]] = {"host": [], "ssd": []}
+    for v, r in plan.residuals.items():
+        if r.action == "swap":
+            sizes["ssd" if residuals else r.tier].append(workload.values[v].num_bytes)
+    own = own_buffers(plan) if residuals else ()
+    copies = host_copies(plan) if residuals else ()
+    rest = (plan.schedule, sizes["host"], sizes["ssd"], own, copies)
+    return sum(host_breakdown(workload.units, tiers, *rest).values())

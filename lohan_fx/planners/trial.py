@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lohan_fx.errors import InsufficientMemoryError
-from lohan_fx.footprint import host_breakdown, host_bytes_needed
+from lohan_fx.footprint import host_breakdown, host_bytes_needed, unit_bytes
 from lohan_fx.hardware import MemoryBudget
 from lohan_fx.plan import Tier
 from lohan_fx.planners.assign import Assignment, assign, choices_of, rounded, rounded_evenly
@@ -177,6 +177,26 @@ def leanest_draft(model: Model, budget: MemoryBudget, name: str, trials: int) ->
     second = _leanest_draft(model, budget, name, trials, evenly=True)
     found = [made for made in (first, second) if made is not None]
     return min(found, key=_fullness, default=None)
+
+
+def leanest_of_all(model: Model, budget: MemoryBudget, name: str, trials: int) -> Draft | None:
+    """`leanest_draft`; if that does not fit the device, also with less SSD, as buffers for it may
+    take the host memory that units would have, and with all units on the device, if that is open.
+    """
+    made = leanest_draft(model, budget, name, trials)
+    if made is not None and made.memory.peak_bytes <= budget.device_bytes:
+        return made
+    found = [made]
+    whole = sum(unit_bytes(unit) for unit in model.workload.units)
+    for ssd in (whole, whole // 2, whole // 4, 0):  # of no budget: those of a smaller one are tried
+        if ssd < budget.ssd_bytes:
+            narrow = replace(budget, ssd_bytes=ssd)
+            found.append(leanest_draft(model, narrow, name, trials))
+    if model.options.states == "auto":
+        options = replace(model.options, states="device")
+        alone = Model(model.workload, model.hw, options)
+        found.append(leanest_draft(alone, replace(budget, ssd_bytes=0), name, trials))
+    return min((made for made in found if made is not None), key=_fullness, default=None)
 
 
 def _leanest_draft(
