@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lohan_fx import footprint
-from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError, format_bytes
+from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError, format_need
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import SCHEDULES, Plan
 from lohan_fx.planners import PlannerOptions, make_plan
@@ -354,7 +354,7 @@ def test_any_device_budget_from_the_need_on_has_a_plan(
     assert have == 4096
     assert error.value.at_peak[0][0] == "what waiting forwards hold (forwards=2)"
     alone = need - error.value.at_peak[0][1]
-    assert f"One step alone needs {format_bytes(alone)}" in error.value.advice
+    assert f"One step alone needs {format_need(alone)}" in error.value.advice
     assert whole(alone, forwards=1) == need
     assert alone < need < most
     steps = 8 if strategy == "lohan" else 2
