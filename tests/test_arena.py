@@ -6,6 +6,8 @@ import faulthandler
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -317,6 +319,34 @@ def test_no_page_that_a_device_reads_is_copied_after_a_fork() -> None:
 
         assert child(read) == -signal.SIGSEGV
     assert child(read) == 0
+
+
+HOOKED_BEFORE = """
+import os, torch
+torch.set_num_threads(1)
+own = []
+def make():
+    own.extend(torch.full((4 << 20,), 9, dtype=torch.uint8) for _ in range(8))
+os.register_at_fork(after_in_child=make)
+from lohan_fx.runtime._memory import map_for_device
+map_for_device(16 << 20)
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if all(int(t.min()) == int(t.max()) == 9 for t in own) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_memory_that_a_child_allocates_first_is_its_own() -> None:
+    """By another library's hook, which runs before ours."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", HOOKED_BEFORE],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert ran.stdout == "0\n"
 
 
 def test_a_child_ends_with_pinned_memory_of_its_parent() -> None:

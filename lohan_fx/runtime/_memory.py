@@ -23,12 +23,13 @@ HUGE_PAGE_BYTES = 2 << 20
 """Of x86-64, and of Arm with pages of 4 KiB. Elsewhere memory is aligned to it, and as good."""
 
 _not_inherited: dict[int, int] = {}
-"""Memory of `map_for_device` that a forked child would lack: address to bytes."""
+"""Memory of `map_for_device` whose content a forked child lacks: address to bytes."""
 
 _SHARED_PIECE_BYTES = 256 << 20
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _NO_ACCESS = 0
 _MAP_FIXED = 0x10  # Linux, all architectures; not in Python's mmap module
+_MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19  # Linux 4.14
 _MREMAP_TO = 0x3  # MREMAP_MAYMOVE | MREMAP_FIXED
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -51,6 +52,7 @@ _libc.mremap.argtypes = (
     ctypes.c_void_p,
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
@@ -86,8 +88,8 @@ def map_for_device(num_bytes: int) -> int:
     "madvise" or "always"); shared memory has a switch of its own (`shmem_enabled`), which is off
     nearly everywhere. They are why it is private: the CPU optimizer streams through gigabytes, and
     does so faster beside the device's copies (benchmarks/gpu/LOG.md). A page that is copied on
-    write after a fork would leave the device with the old one, so forked children do not have it
-    until `inherit`: they get SIGSEGV if they touch it.
+    write after a fork would leave the device with the old one, so forked children have the
+    addresses, but not what is there, until `inherit`: they get SIGSEGV if they touch it.
     """
     base = reserve_addresses(num_bytes + HUGE_PAGE_BYTES)
     address = -(-base // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -97,7 +99,7 @@ def map_for_device(num_bytes: int) -> int:
     try:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
         _mmap(address, num_bytes, _READ_WRITE, flags, -1, 0)
-        _advise(address, num_bytes, mmap.MADV_DONTFORK)
+        _advise(address, num_bytes, _MADV_WIPEONFORK)
     except OSError:
         unmap(address, num_bytes)
         raise
@@ -109,20 +111,17 @@ def map_for_device(num_bytes: int) -> int:
 
 def inherit(address: int, num_bytes: int) -> None:
     """Let children that are forked from now on have memory of `map_for_device`, as a copy."""
-    _advise(address, num_bytes, mmap.MADV_DOFORK)
+    _advise(address, num_bytes, _MADV_KEEPONFORK)
     _not_inherited.pop(address, None)
 
 
-def _close_gaps() -> None:
-    """In a forked child: take the addresses of what it lacks, or its next allocations would lie
-    there, and tensors of its parent would show them."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+def _close() -> None:
+    """In a forked child: let it fault where it would read zeros for what its parent has there."""
     for address, num_bytes in _not_inherited.items():
-        with contextlib.suppress(OSError):
-            _mmap(address, num_bytes, _NO_ACCESS, flags, -1, 0)
+        _libc.mprotect(address, num_bytes, _NO_ACCESS)
 
 
-os.register_at_fork(after_in_child=_close_gaps)
+os.register_at_fork(after_in_child=_close)
 
 
 def reserve_addresses(num_bytes: int) -> int:
