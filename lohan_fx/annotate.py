@@ -317,11 +317,12 @@ def unit_layouts(
         copy_dtype = layout.copy_dtype(members[0][1])
         master_dtype = layout.master_dtype(members[0][1]) if trains else copy_dtype
         if trains and dtype not in (master_dtype, copy_dtype):
+            shown = " or ".join(map(str, dict.fromkeys((master_dtype, copy_dtype))))
             raise LohanError(
                 f"{members[0][0]} is trained and {dtype}: in mixed precision with "
                 f"dtype={str(copy_dtype).removeprefix('torch.')!r} it shows what training makes of "
-                f"it only as torch.float32 (the masters) or {copy_dtype} (their copies). Convert "
-                "the model (model.float()) before lohan_fx.compile, or pass dtype=None"
+                f"it only as {shown}. Convert the model (model.float()) before lohan_fx.compile, "
+                "or pass dtype=None"
             )
         step = ALIGNMENT_BYTES // copy_dtype.itemsize
         slices = []

@@ -167,6 +167,15 @@ class _Search:
         self, tier: Tier, peak: int, whole: int, least: InsufficientMemoryError | None
     ) -> InsufficientMemoryError:
         """Of a plan that cannot be leaner; `least` is what the strategy said of a smaller one."""
+        if whole == peak and least is not None:  # nothing of what waits is in this tier
+            return InsufficientMemoryError(
+                tier,
+                whole,
+                _of(self.budget, tier),
+                where=least.where,
+                at_peak=least.at_peak,
+                advice=least.advice,
+            )
         wait = "one forward waits" if self.others == 1 else f"{self.others} forwards wait"
         ways = f"Give more {tier} memory or a smaller batch."
         return InsufficientMemoryError(

@@ -214,14 +214,16 @@ class CompiledModel:
         """Take over what user code wrote into parameters: the next forward reads it then.
 
         Forward does so itself with what PyTorch counts (``copy_`` and other ops on a parameter,
-        ``nn.init``, ``load_state_dict``), with ``p.data = …``, and after a backward with parameters
-        that another optimizer trains. What else is written into ``p.data``, by NumPy, or by torch's
-        fused optimizers, nobody counts: in mixed precision forward goes on with compute copies of
-        what was there before, until the next update makes them anew (those of frozen parameters
-        for ever). Call this after such writes. It reads all weights, on SSDs, too.
+        ``nn.init``, ``load_state_dict``), with ``p.data = …``, and with parameters that want a
+        gradient and are not in our optimizer. What else is written into ``p.data``, by NumPy, or by
+        torch's fused optimizers, nobody counts: in mixed precision forward goes on with compute
+        copies of what was there before, until the next update makes them anew (those of frozen
+        parameters for ever). Call this after such writes. It reads all weights, on SSDs, too.
         (``torch.autograd.graph.increment_version(p)`` has PyTorch count one, and reads nothing.)
 
-        A forward before such a write, if one waits for its backward, can have none any more.
+        Where compute copies changed, a forward that waits for its backward can have none any more.
+        Where there are none (``dtype=None``, units that cast) nobody notices that what backward
+        reads was written, as in plain PyTorch.
 
         Args:
             uncounted: look for such writes. Without, this does what forward does.

@@ -187,12 +187,14 @@ def leanest_of_all(model: Model, budget: MemoryBudget, name: str, trials: int) -
     if made is not None and made.memory.peak_bytes <= budget.device_bytes:
         return made
     found = [made]
+    tiers = {"device", "ssd"} if made is None else {u.tier for u in made.plan.units.values()}
     whole = sum(unit_bytes(unit) for unit in model.workload.units)
-    for ssd in (whole, whole // 2, whole // 4, 0):  # of no budget: those of a smaller one are tried
-        if ssd < budget.ssd_bytes:
-            narrow = replace(budget, ssd_bytes=ssd)
-            found.append(leanest_draft(model, narrow, name, trials))
-    if model.options.states == "auto":
+    if tiers >= {"device", "ssd"}:  # else no unit gains a place
+        for ssd in (whole, whole // 2, whole // 4, 0):  # of no budget: a smaller one's are tried
+            if ssd < budget.ssd_bytes:
+                narrow = replace(budget, ssd_bytes=ssd)
+                found.append(leanest_draft(model, narrow, name, trials))
+    if model.options.states == "auto" and tiers != {"device"}:
         options = replace(model.options, states="device")
         alone = Model(model.workload, model.hw, options)
         found.append(leanest_draft(alone, replace(budget, ssd_bytes=0), name, trials))

@@ -194,7 +194,6 @@ class Executor:
                 recorder.end_compute()
             if updater is not None:
                 updater.end()
-            self.engine.states.gave = True
             found = {
                 (role.target, role.index): value
                 for role, value in zip(self.halves.backward_outputs, gradients, strict=True)

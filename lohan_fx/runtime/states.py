@@ -74,7 +74,6 @@ class ModelStates:
         gradients: what stands in ``.grad`` of the parameters that are trained.
         generation: how often updates, loaded values or users' writes have changed what forward
             reads: what backward reads again must be of its forward's.
-        gave: a backward has run whose gradients another optimizer may have used since.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class ModelStates:
     ) -> None:
         self.device = device
         self.generation = 0
-        self.gave = False
         self.file = file
         self._mapping = file.map() if file is not None else None
         by_name = dict(model.named_parameters())
@@ -259,8 +257,6 @@ class ModelStates:
                 "writing into parameters, or use schedule='serial' or 'optimized'"
             )
         self._copy_written(written)
-        # those that are left are used, or not, by a step that is to come
-        self.gave = any(p.grad is not None for s in self._others() for p in s.parameters)
 
     def _untouched(self) -> bool:
         """Whether nothing was written; asking unit by unit takes longer."""
@@ -268,12 +264,8 @@ class ModelStates:
         return (
             versions_of(parameters) == [v for states in self.units for v in states.versions]
             and addresses_of(parameters) == [a for states in self.units for a in states.addresses]
-            and not (self.gave and any(s.may_be_written() for s in self._others()))
+            and not any(s.may_be_written() for s in self.units if s.optimizer is None)
         )
-
-    def _others(self) -> Iterator[UnitStates]:
-        """The units that our optimizer does not update."""
-        return (states for states in self.units if states.optimizer is None)
 
     def compare(self) -> None:
         """Take over what user code wrote where nobody counts: all weights are read."""

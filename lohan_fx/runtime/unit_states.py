@@ -194,11 +194,11 @@ class UnitStates:
             and addresses_of(self.parameters) == self.addresses
         ):
             return []
-        return [
-            i
-            for i, p in enumerate(self.parameters)
-            if i in may or version_of(p) != self.versions[i] or self._is_moved(i)
-        ]
+        return [i for i in range(len(self.parameters)) if i in may or self._is_counted(i)]
+
+    def _is_counted(self, i: int) -> bool:
+        """Whether a parameter's version or address says that user code wrote into it."""
+        return version_of(self.parameters[i]) != self.versions[i] or self._is_moved(i)
 
     def may_be_written(self) -> Collection[int]:
         """The parameters, other than the unit's flats, that another optimizer trains: torch's fused
@@ -236,9 +236,9 @@ class UnitStates:
                     p = self.parameters[i].detach()
                     if flat is self.visible:
                         differs = self._is_moved(i)
-                    else:  # nothing is more than a parameter's own memory
-                        rounds = self.visible is not None and i in written
-                        differs = rounds or not _agree(view, p)
+                    else:
+                        counted = i in written and self._is_counted(i)
+                        differs = counted or not _agree(view, p)
                     if differs:
                         view.copy_(p)
                         copied = True
@@ -317,7 +317,10 @@ def _agree(view: Tensor, p: Tensor) -> bool:
     if view.element_size() > p.element_size():
         view, p = p, view
     cast = p.to(view)
-    return torch.equal(view, cast) or torch.allclose(view, cast, rtol=0, atol=0, equal_nan=True)
+    if torch.equal(view, cast):
+        return True
+    same = (view == cast) | (view.isnan() & cast.isnan()) if cast.isnan().any() else None
+    return same is not None and bool(same.all())
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
