@@ -321,6 +321,16 @@ def test_no_page_that_a_device_reads_is_copied_after_a_fork() -> None:
     assert child(read) == 0
 
 
+def test_a_kernel_that_cannot_wipe_leaves_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lohan_fx.runtime._memory._MADV_WIPEONFORK", 12345)
+    monkeypatch.setattr("lohan_fx.runtime._memory._MADV_KEEPONFORK", 12345)
+    with closing(Arena(4 * PAGE, pin=True, locker=FakeLocker())) as arena:
+        view = arena.view(0, 1)
+        view.fill_(7)
+        assert child(lambda: view.item() == 7) == -signal.SIGSEGV
+    assert child(lambda: view.item() == 7) == 0
+
+
 HOOKED_BEFORE = """
 import os, torch
 torch.set_num_threads(1)

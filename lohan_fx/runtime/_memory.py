@@ -99,7 +99,10 @@ def map_for_device(num_bytes: int) -> int:
     try:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
         _mmap(address, num_bytes, _READ_WRITE, flags, -1, 0)
-        _advise(address, num_bytes, _MADV_WIPEONFORK)
+        try:
+            _advise(address, num_bytes, _MADV_WIPEONFORK)
+        except OSError:  # a kernel without it, as sandboxes have: the child has a gap there
+            _advise(address, num_bytes, mmap.MADV_DONTFORK)
     except OSError:
         unmap(address, num_bytes)
         raise
@@ -111,7 +114,9 @@ def map_for_device(num_bytes: int) -> int:
 
 def inherit(address: int, num_bytes: int) -> None:
     """Let children that are forked from now on have memory of `map_for_device`, as a copy."""
-    _advise(address, num_bytes, _MADV_KEEPONFORK)
+    for advice in (_MADV_KEEPONFORK, mmap.MADV_DOFORK):
+        with contextlib.suppress(OSError):  # the one that a kernel lacks
+            _advise(address, num_bytes, advice)
     _not_inherited.pop(address, None)
 
 
