@@ -159,6 +159,8 @@ def curves(hw: HardwareProfile, data: list[Batch], steps: int) -> tuple[dict[str
     print(f"plain, eager    {' '.join(f'{x:.3f}' for x in eager[::7])}; {eager_apart:.4f} apart")
     print(f"lohan_fx        {' '.join(f'{x:.3f}' for x in curve[::7])}; {ours_apart:.4f} apart")
     print(f"lohan_fx and plain, eager: {apart(curve, eager):.4f} apart")
+    means = " / ".join(f"{sum(x[-10:]) / 10:.2f}" for x in (plain, eager, curve))
+    print(f"means of the last ten steps: compiled / eager / lohan_fx {means}")
     grown = (rss[-1] - rss[20]) / 2**10
     print(f"RSS after 20 steps {rss[20] / GIB:.2f} GiB, after {len(rss)} {rss[-1] / GIB:.2f} GiB")
     print(f"({grown:+.0f} KiB); allocator retries {retries[-1]}", flush=True)

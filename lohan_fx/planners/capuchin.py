@@ -32,7 +32,7 @@ from lohan_fx.plan import Action
 from lohan_fx.planners.algorithm1 import swap_room
 from lohan_fx.planners.clock import Clock, in_s, out_s
 from lohan_fx.planners.registry import register
-from lohan_fx.planners.schedule import Draft, must_save, tiny_residuals
+from lohan_fx.planners.schedule import ALL_KEPT, Draft, must_save, tiny_residuals
 from lohan_fx.planners.strategy import Activations, Setting, Strategy
 
 
@@ -173,10 +173,7 @@ def hybrid(setting: Setting) -> Activations:
         for name in ("swap", "recompute")
         if (values := [v for v, action in state.actions.items() if action == name])
     ]
-    note = (
-        ", ".join(counts)
-        or "what backward reads (residuals) fits the device: all of it is kept there"
-    )
+    note = ", ".join(counts) or ALL_KEPT
     return Activations(actions=state.actions, notes=(note,))
 
 

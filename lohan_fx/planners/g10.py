@@ -35,7 +35,7 @@ from lohan_fx.footprint import align, unit_bytes
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Action, Tier
 from lohan_fx.planners.registry import register
-from lohan_fx.planners.schedule import tiny_residuals
+from lohan_fx.planners.schedule import ALL_KEPT, tiny_residuals
 from lohan_fx.planners.strategy import Activations, Setting, Strategy
 from lohan_fx.planners.tiers import has_ssd, host_room
 
@@ -243,8 +243,7 @@ def migrate(setting: Setting) -> Activations:
     return Activations(
         actions={v: "swap" if v in state.tiers else "keep" for v in residuals},
         swap_tiers=state.tiers,
-        notes=tuple(notes)
-        or ("what backward reads (residuals) fits the device: all of it is kept there",),
+        notes=tuple(notes) or (ALL_KEPT,),
     )
 
 

@@ -22,6 +22,7 @@ from lohan_fx.planners.prediction import predicted_time
 from lohan_fx.planners.recompute_cost import layers_of
 from lohan_fx.planners.registry import PlannerOptions, register
 from lohan_fx.planners.schedule import (
+    ALL_KEPT,
     Choices,
     Draft,
     device_error,
@@ -122,9 +123,7 @@ class _Search:
             everything = self.draft(dict.fromkeys(self.workload.residuals, "keep"))
             reserve = overlap_reserve(self.workload, self.tiers)
             if self.fits(everything, self.budget.device_bytes - reserve):
-                self.notes.append(
-                    "what backward reads (residuals) fits the device: all of it is kept there"
-                )
+                self.notes.append(ALL_KEPT)
                 return self.finish(everything)
         found = self.algorithm1(self.resident)
         made = self.feasible(found)

@@ -40,6 +40,10 @@ for the whole backward, which may start when forward no longer needs it.
 """
 
 
+ALL_KEPT = "what backward reads (residuals) fits the device: all of it is kept there"
+"""The note of plans that neither swap nor recompute."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choices:
     """What a strategy decides, without positions.

@@ -264,7 +264,7 @@ class ModelStates:
         return (
             versions_of(parameters) == [v for states in self.units for v in states.versions]
             and addresses_of(parameters) == [a for states in self.units for a in states.addresses]
-            and not any(s.may_be_written() for s in self.units if s.optimizer is None)
+            and not any(states.may_be_written() for states in self.units)
         )
 
     def compare(self) -> None:
