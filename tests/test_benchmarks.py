@@ -49,3 +49,41 @@ def test_a_kept_profile_is_that_of_this_machine(
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "another card")
     with pytest.raises(SystemExit, match=rf"is of {hw.device_name}, this is another card"):
         profiled(file)
+
+
+def test_a_system_that_dies_is_a_row_of_the_table(tmp_path: Path) -> None:
+    """Each runs in a process of its own; here none of them finds a GPU."""
+    out = tmp_path / "out.json"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "benchmarks/gpu/speed.py"), "2.78B-b8"]
+    command += ["--systems", "plain,save-on-cpu", "--no-refine", "--out", str(out)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["cases"]["2.78B-b8"]
+    assert [*rows] == ["plain", "save-on-cpu"]
+    reason = rows["plain"]["failed"]
+    assert "CUDA" in reason or "NVIDIA" in reason
+    assert reason in done.stderr
+    assert "plain" in done.stdout
+    assert reason[:40] in done.stdout
+
+
+def test_the_table_sets_ours_against_goals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the rows of what it is compared with; the disk's floor is one."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks/gpu")
+    case_cells = import_module("table").case_cells
+    ours = {"step_s": 0.5, "tokens_per_s": 16384.0, "bound_s": 0.4, "binds": "gpu"}
+    found = {
+        "shape": {"layers": 32},
+        "batch": 8,
+        "host_memory": {"alone": 1e9},
+        "plain": {"step_s": 0.45, "tokens_per_s": 18204.0, "peak": 2**30},
+        "ours": ours | {"floor_s": 0.6, "rss": 2**31},
+        "deepspeed-zero3": {"failed": "killed by SIGKILL"},
+    }
+    assert case_cells("2.78B-b8", found) == [
+        ["2.78B-b8", "plain", "0.450", "18,204", "0.900", "0.85", "", "", "1.00", "", ""],
+        ["2.78B-b8", "ours", "0.500", "16,384", "", "", "0.400", "gpu", "", "2.0", ""],
+        ["2.78B-b8", "deepspeed-zero3", "killed by SIGKILL"],
+        ["2.78B-b8", "disk", "0.600", "", "1.200", "", "", "", "", "", ""],
+    ]

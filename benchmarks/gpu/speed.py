@@ -3,29 +3,35 @@
     python benchmarks/gpu/speed.py 2.78B-b8 [CASE…] [--systems plain,ours] [--hw FILE] [--out FILE]
 
 Every system trains the same GPT on the same batches; ratios are within this run. lohan_fx is
-capped by `torch.cuda.set_per_process_memory_fraction`; plain training is not.
+capped by `torch.cuda.set_per_process_memory_fraction`; plain training is not. Each system of each
+case has a process and compile caches of its own: none meets what another left behind, and one that
+dies, for lack of host memory say, is a row of the table. `--systems` with one name runs it here.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import pickle
+import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import baselines
 import psutil
 import torch
-from gpt import Shape
+from cases import CASES, Case
 from harness import Batch, Ours, Timing, batches, ours, profiled, timed
 from optimizer import BYTES_PER_PARAM, HostMemory, host_memory
+from table import show
 
 from lohan_fx.bounds import step_bound
 from lohan_fx.footprint import host_bytes_needed
@@ -37,37 +43,6 @@ from lohan_fx.timeline import Timeline, save_trace
 GIB = 2**30
 RECORDINGS = 4
 
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One row of the table. `cap` is lohan_fx's device memory in GiB, all of the card if None;
-    `host` its host memory. With `ssd` states and swapped activations are on the SSD, and the goal
-    is a share of the disk's floor instead of plain training's speed."""
-
-    shape: Shape
-    batch: int
-    cap: float | None = 24
-    host: float | None = None
-    ssd: bool = False
-    recompute: bool = True
-    goal: float = 0.85
-
-
-CASES = {
-    "0.4B-b8": Case(shape=Shape(layers=24, hidden=1024, heads=16), batch=8, cap=4),
-    "1.3B-fits": Case(
-        shape=Shape(layers=24, hidden=2048, heads=16), batch=8, cap=None, recompute=False, goal=0.98
-    ),
-    "2.78B-b8": Case(shape=Shape(layers=32, hidden=2560, heads=20), batch=8),
-    "2.78B-b32": Case(shape=Shape(layers=32, hidden=2560, heads=20), batch=32, goal=0.95),
-    "6.05B-b16": Case(shape=Shape(layers=28, hidden=4096, heads=32), batch=16),
-    "1.3B-b32-ssd": Case(
-        shape=Shape(layers=24, hidden=2048, heads=16), batch=32, cap=12, host=8, ssd=True
-    ),
-    "2.78B-b32-ssd": Case(
-        shape=Shape(layers=32, hidden=2560, heads=20), batch=32, host=16, ssd=True
-    ),
-}
 
 BASELINES: dict[str, Callable[[Case], baselines.Step]] = {
     "plain": lambda case: baselines.plain(case.shape, recompute=case.recompute, whole=True),
@@ -125,14 +100,14 @@ def run_ours(
     budgets = {"device": budget}
     if case.host is not None:
         budgets["host"] = f"{case.host}GiB"
-    settings: dict[str, Any] = {"strategy": options.strategy, "memory": budgets}
-    settings["refine"] = options.refine
+    settings: dict[str, Any] = {"strategy": case.strategy, "memory": budgets}
+    settings["refine"] = case.refine
     if options.clip is not None:
         settings["clip_grad_norm"] = options.clip
     if case.ssd:
         settings.update(states="ssd", swap_to="ssd")
-    if options.schedule != "auto":
-        settings["schedule"] = options.schedule
+    if case.schedule != "auto":
+        settings["schedule"] = case.schedule
     with ours(case.shape, weights, hw, **settings) as run:
         start = run.started
         program = run.lohan.prepare(*data[0])
@@ -140,7 +115,7 @@ def run_ours(
         run.step(*data[0])
         torch.cuda.synchronize()
         first = time.perf_counter()
-        if options.refine:
+        if case.refine:
             for batch in (data * 4)[:4]:  # the fifth step runs the plan that stays
                 run.step(*batch)
         timing: Timing = timed(run.step, data)
@@ -252,15 +227,128 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def described(name: str, system: str, row: dict[str, Any]) -> str:
+    """What was found, in a line; the table has what is compared."""
+    text = f"{name} {system}: {row['step_s']:.3f} s, {row['tokens_per_s']:,.0f} tokens/s"
+    text += f", peak {row['peak'] / GIB:.2f} GiB, first step {row['first_step_s']:.1f} s"
+    if system != "ours":
+        return text
+    if row["recording_costs"] is not None:
+        text += f"; recording costs {row['recording_costs']:.1%}"
+    if row["optimizer"]:
+        parts = (f"{k} {v:.4g}" for k, v in row["optimizer"].items())
+        text += f"; CPU optimizer: {', '.join(parts)}"
+    stages = ", ".join(f"{k} {v:.1f}" for k, v in row["setup_s"].items())
+    text += f"; refined {row['refined']}; set-up {stages} s"
+    text += f"; predicted {row['predicted_s']:.3f} s, floor {row['bound_s']:.3f} s "
+    return text + f"({row['binds']}), RSS {row['rss'] / GIB:.1f} GiB, {row['tiers']}"
+
+
+def run_here(name: str, system: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one system of one case in this process; results as `--out` has them."""
+    own = {k: getattr(options, k) for k in ("strategy", "schedule", "refine")}
+    case = replace(CASES[name], **{k: v for k, v in own.items() if v is not None})
+    hw, memory = None, None
+    with tempfile.TemporaryDirectory() as temporary:
+        if system == "ours":  # nobody else asks for rates
+            directory = options.hw.with_suffix(".ssd") if options.hw else Path(temporary)
+            directory.mkdir(parents=True, exist_ok=True)
+            hw = profiled(options.hw, ssd=[str(directory.resolve())])
+            if options.cpu_rate:
+                hw = hw.replace(cpu_optimizer_params_per_s=1e9 * options.cpu_rate)
+            print(*(f"  {k}: {v}" for k, v in hw.describe()), sep="\n", flush=True)
+            memory = None if options.lean else host_memory()
+            if memory is not None:
+                print(memory, flush=True)
+        data = batches(case.shape, case.batch, options.steps)
+        if hw is None:
+            row = run_baseline(system, case, data, options.skip)
+        else:
+            baselines.free()
+            row = run_ours(case, data, hw, memory, options, name)
+    row["tokens_per_s"] = case.tokens / row["step_s"]
+    print(described(name, system, row), flush=True)
+    of_case = about(case) | {system: row}
+    if memory is not None:
+        of_case["host_memory"] = asdict(memory)
+    return {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "cases": {name: of_case},
+    }
+
+
+def about(case: Case) -> dict[str, Any]:
+    """What the results of a case begin with."""
+    return {
+        "shape": asdict(case.shape),
+        "batch": case.batch,
+        "strategy": case.strategy,
+        "schedule": case.schedule,
+        "refine": case.refine,
+    }
+
+
+def run_apart(name: str, system: str, options: argparse.Namespace, hw: Path) -> dict[str, Any]:
+    """The same in a process of its own; where it dies, the row says of what."""
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary) / "out.json"
+        command = [sys.executable, __file__, name, "--systems", system, "--out", str(out)]
+        command += ["--hw", str(hw), *passed_on(options)]
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{temporary}/inductor"}
+        last = ""
+        with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                print(line, end="", file=sys.stderr, flush=True)
+                last = line.strip() or last
+        if process.returncode == 0:
+            found: dict[str, Any] = json.loads(out.read_text())
+            return found
+    code = process.returncode
+    reason = f"killed by {signal.Signals(-code).name}" if code < 0 else last
+    print(f"{name} {system} failed: {reason}", flush=True)
+    return {"cases": {name: {system: {"failed": reason}}}}
+
+
+def passed_on(options: argparse.Namespace) -> list[str]:
+    """Arguments that say the same about how a system is run."""
+    out = []
+    for name, value in vars(options).items():
+        if name in {"cases", "systems", "out", "hw"} or value is None:
+            continue
+        flag = name.replace("_", "-")
+        if not isinstance(value, bool):
+            out += [f"--{flag}", str(value)]
+        elif value:
+            out.append(f"--{flag}")
+        elif name == "refine":
+            out.append(f"--no-{flag}")
+    return out
+
+
+def merge(results: dict[str, Any], found: dict[str, Any]) -> None:
+    """Add what another process found."""
+    cases = results["cases"]
+    for name, of_case in found.pop("cases").items():
+        cases.setdefault(name, {}).update(of_case)
+    results.update(found)
+
+
+def parse(given: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="+", choices=sorted(CASES))
-    parser.add_argument("--systems", default="plain,ours")
+    parser.add_argument("--systems", help="of ours, " + ", ".join(BASELINES))
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--strategy", default="lohan-resident")
-    parser.add_argument("--schedule", default="auto")
+    parser.add_argument("--strategy", help="for the case's own")
+    parser.add_argument("--schedule", help="for the case's own")
     parser.add_argument("--skip", type=int, default=3, help="steps that are not timed")
-    parser.add_argument("--refine", action="store_true", help="let the first steps correct plans")
+    parser.add_argument(
+        "--refine",
+        action=argparse.BooleanOptionalAction,
+        help="let the first steps correct plans, or not; for the case's own",
+    )
     parser.add_argument("--lean", action="store_true", help="no recording, no timing of ops")
     parser.add_argument("--clip", type=float, help="clip_grad_norm= of lohan_fx")
     parser.add_argument("--slack", type=float, default=1.5, help="GiB of the cap left to CUDA")
@@ -271,78 +359,34 @@ def main() -> None:
         metavar="FILE",
         help="the machine's profile: read, or made and kept (its SSD is a folder beside it)",
     )
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="results, added to those that are there")
+    options = parser.parse_args(given)
     if options.steps <= options.skip:
         parser.error(f"--steps {options.steps} are all skipped by --skip {options.skip}")
-    systems = options.systems.split(",")
-    unknown = {*systems} - {*BASELINES, "ours"}
-    if unknown:
-        parser.error(f"--systems {', '.join(unknown)}: use ours, {', '.join(BASELINES)}")
-    if "ours" not in systems:  # nobody else asks for rates
-        run_cases(options, None, None)
-        return
+    if options.systems is not None:
+        options.systems = options.systems.split(",")
+        unknown = {*options.systems} - {*BASELINES, "ours"}
+        if unknown:
+            parser.error(f"--systems {', '.join(unknown)}: use ours, {', '.join(BASELINES)}")
+    return options
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    runs = [(n, s) for n in options.cases for s in options.systems or CASES[n].systems]
+    results: dict[str, Any] = {"cases": {}}
     with tempfile.TemporaryDirectory() as temporary:
-        directory = options.hw.with_suffix(".ssd") if options.hw else Path(temporary)
-        directory.mkdir(parents=True, exist_ok=True)
-        hw = profiled(options.hw, ssd=[str(directory.resolve())])
-        if options.cpu_rate:
-            hw = hw.replace(cpu_optimizer_params_per_s=1e9 * options.cpu_rate)
-        print(*(f"  {k}: {v}" for k, v in hw.describe()), sep="\n", flush=True)
-        memory = None if options.lean else host_memory()
-        if memory is not None:
-            print(memory, flush=True)
-        run_cases(options, hw, memory)
-
-
-def run_cases(
-    options: argparse.Namespace, hw: HardwareProfile | None, memory: HostMemory | None
-) -> None:
-    """Run, print and save them. `hw` and `memory` are for "ours"; without `memory` it is lean."""
-    results: dict[str, Any] = {
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "host_memory": None if memory is None else asdict(memory),
-        "cases": {},
-    }
-    for name in options.cases:
-        case = CASES[name]
-        data = batches(case.shape, case.batch, options.steps)
-        tokens = case.batch * case.shape.sequence
-        rows: dict[str, Any] = {}
-        for system in options.systems.split(","):
-            if system in BASELINES:
-                row = run_baseline(system, case, data, options.skip)
+        for name, system in runs:
+            if len(runs) == 1:
+                found = run_here(name, system, options)
             else:
-                assert hw is not None
-                baselines.free()
-                row = run_ours(case, data, hw, memory, options, name)
-            rows[system] = row
-            row["tokens_per_s"] = tokens / row["step_s"]
-            text = f"{name} {system}: {row['step_s']:.3f} s, {row['tokens_per_s']:,.0f} tokens/s"
-            text += f", peak {row['peak'] / GIB:.2f} GiB, first step {row['first_step_s']:.1f} s"
-            if row.get("floor_s"):
-                text += f"; {row['floor_s'] / row['step_s']:.2f} of the disk's floor"
-                text += f" {row['floor_s']:.1f} s (goal {case.goal})"
-            elif "plain" in rows and system == "ours":
-                ratio = rows["plain"]["step_s"] / row["step_s"]
-                text += f"; {ratio:.3f} of plain (goal {case.goal})"
-            if system == "ours":
-                if row["recording_costs"] is not None:
-                    text += f"; recording costs {row['recording_costs']:.1%}"
-                if row["optimizer"]:
-                    parts = (f"{k} {v:.4g}" for k, v in row["optimizer"].items())
-                    text += f"; CPU optimizer: {', '.join(parts)}"
-                text += f"; refined {row['refined']}"
-                stages = ", ".join(f"{k} {v:.1f}" for k, v in row["setup_s"].items())
-                text += f"; set-up {stages} s"
-                text += f"; predicted {row['predicted_s']:.3f} s, floor {row['bound_s']:.3f} s "
-                text += f"({row['binds']}), RSS {row['rss'] / GIB:.1f} GiB, {row['tiers']}"
-            print(text, flush=True)
-            results["cases"][name] = {"shape": asdict(case.shape), "batch": case.batch, **rows}
+                found = run_apart(name, system, options, options.hw or Path(temporary) / "hw.json")
+            merge(results, found)
             if options.out:  # after each, as a machine's time may end before the next does
                 options.out.write_text(json.dumps(results, indent=1))
+    show(results)
+    if any("failed" in of_case.get("ours", {}) for of_case in results["cases"].values()):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
