@@ -159,13 +159,14 @@ def run_ours(
             "tiers": {t: tiers.count(t) for t in set(tiers)},
             "notes": program.plan.notes,
         }
-        if options.out and real is not None:
-            stem = options.out.with_suffix("")
-            save_trace(Path(f"{stem}-{name}.trace.json"), [real, predicted.timeline.coalesce()])
-            Path(f"{stem}-{name}.ops.json").write_text(json.dumps(op_seconds))
-            Path(f"{stem}-{name}.plan.json").write_text(json.dumps(program.plan.to_dict()))
+        if options.traces and real is not None:
+            options.traces.mkdir(parents=True, exist_ok=True)
+            stem = options.traces / name
+            save_trace(Path(f"{stem}.trace.json"), [real, predicted.timeline.coalesce()])
+            Path(f"{stem}.ops.json").write_text(json.dumps(op_seconds))
+            Path(f"{stem}.plan.json").write_text(json.dumps(program.plan.to_dict()))
             # what planners see: to plan, simulate and compare again without the card
-            Path(f"{stem}-{name}.workload.pickle").write_bytes(pickle.dumps((workload, hw)))
+            Path(f"{stem}.workload.pickle").write_bytes(pickle.dumps((workload, hw)))
     cap(None)
     return row
 
@@ -359,7 +360,10 @@ def parse(given: list[str]) -> argparse.Namespace:
         metavar="FILE",
         help="the machine's profile: read, or made and kept (its SSD is a folder beside it)",
     )
-    parser.add_argument("--out", type=Path, help="results, added to those that are there")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="results as JSON")
+    parser.add_argument(
+        "--traces", type=Path, metavar="FOLDER", help="recorded steps, plans and workloads of ours"
+    )
     options = parser.parse_args(given)
     if options.steps <= options.skip:
         parser.error(f"--steps {options.steps} are all skipped by --skip {options.skip}")
