@@ -170,7 +170,7 @@ class Builder:
             )
         try:
             with self.stage("plan"):
-                return self.fitting_plan(workload, self.options.hw, planner, self._beside())
+                return self.fitting_plan(workload, self.options.hw, planner, self.beside())
         except InsufficientMemoryError as error:
             settled = memory is not None and planner.fixed_parked is None
             if not settled or not has_backward(workload):
@@ -199,7 +199,7 @@ class Builder:
         deferred = updater is not None and updater.schedule == "deferred"
         return fitting_plan(self.options, workload, hw, planner, deferred=deferred, beside=beside)
 
-    def _beside(self) -> Beside:
+    def beside(self) -> Beside:
         """What programs that train take, whose forwards may wait while another one runs."""
         if self.options.forwards == 1:
             return ALONE
