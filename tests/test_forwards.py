@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lohan_fx import footprint
+from lohan_fx.compiled import lookup
+from lohan_fx.compiled.programs import CompiledProgram
 from lohan_fx.errors import InsufficientMemoryError, LohanError, StepError, format_need
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import SCHEDULES, Plan
@@ -18,7 +20,7 @@ from lohan_fx.planners import PlannerOptions, make_plan
 from lohan_fx.program import waiting_bytes
 from lohan_fx.runtime.updates import Updater
 from lohan_fx.workload import Workload
-from tests.loops import TIERS, InjectedError, check, compiled, updater_of
+from tests.loops import TIERS, InjectedError, check, compiled, evaluate, updater_of
 from tests.models import loss_of, make
 from tests.training import (
     Squeezed,
@@ -406,6 +408,54 @@ def test_programs_leave_room_for_what_waits_of_others(
         else:  # it runs all the same: as a rule, nothing waits then
             assert device - held < evaluation.memory.peak_bytes <= device
         assert note(evaluation.plan) == (not fits)
+    made.lohan.close()
+
+
+@pytest.mark.parametrize("first", ["training", "evaluation", "smaller batches"])
+def test_evaluations_leave_room_whichever_comes_first(
+    first: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that leaves too little for a training program made behind it is made again, and counts
+    once. It gives what plain PyTorch does, beside a forward that waits."""
+    plain, inputs = make("gpt2")
+    model, _ = make("gpt2")
+    optimizer = training_of("adam", model).optimizer
+    options = {"strategy": "lohan", "states": "host", "forwards": 2}
+    made = compiled(model, optimizer, hw, **options)
+    program = made.lohan.prepare(**inputs)
+    most = program.memory.peak_bytes + waiting_bytes(program.instructions)
+    made.lohan.close()
+    memory = {"device": most, "host": "64MiB", "ssd": "64MiB"}
+    made = compiled(model, optimizer, hw, **options, memory=memory)
+    programs = made.lohan.programs
+    monkeypatch.setattr(lookup, "MAX_EVALUATIONS", 1)
+
+    def evaluation() -> CompiledProgram:
+        (found,) = [p for p in programs.values() if not p.executor.captured.has_backward]
+        return found
+
+    fewer = {n: x[:1] if isinstance(x, Tensor) else x for n, x in inputs.items()}
+    if first == "smaller batches":
+        made.lohan.prepare(**fewer)
+    before = None
+    if first != "training":
+        evaluate("gpt2", made, inputs)
+        before = evaluation()
+        made.lohan.prepare(**inputs)
+    loss = loss_of("gpt2", made(**inputs))
+    assert identical(evaluate("gpt2", made, inputs), evaluate("gpt2", plain, inputs))
+    found = evaluation()
+    assert before is not found
+    train = [p for p in programs.values() if p.executor.captured.has_backward]
+    held = max(waiting_bytes(p.instructions) for p in train)
+    assert found.memory.peak_bytes + 2 * held <= most
+    if before is not None:
+        assert before.memory.peak_bytes + 2 * held > most
+    assert not any("may exceed the device budget" in note for note in found.plan.notes)
+    loss.backward()
+    optimizer.step()
+    made.lohan.prepare(**fewer)  # whose forwards hold less
+    assert evaluation() is found
     made.lohan.close()
 
 

@@ -39,7 +39,7 @@ from lohan_fx.runtime.memory import Memory
 from lohan_fx.runtime.ops import engines
 from lohan_fx.runtime.scratch import update_scratch_bytes
 from lohan_fx.runtime.step import Buffers, Resident
-from lohan_fx.runtime.written import Reachable
+from lohan_fx.runtime.written import Reachable, parameter_written, unit_written
 from lohan_fx.workload import Workload
 
 _STAGES = {
@@ -170,7 +170,7 @@ class Builder:
             )
         try:
             with self.stage("plan"):
-                return self.fitting_plan(workload, self.options.hw, planner, self._beside())
+                return self.fitting_plan(workload, self.options.hw, planner, self.beside())
         except InsufficientMemoryError as error:
             settled = memory is not None and planner.fixed_parked is None
             if not settled or not has_backward(workload):
@@ -199,7 +199,7 @@ class Builder:
         deferred = updater is not None and updater.schedule == "deferred"
         return fitting_plan(self.options, workload, hw, planner, deferred=deferred, beside=beside)
 
-    def _beside(self) -> Beside:
+    def beside(self) -> Beside:
         """What programs that train take, whose forwards may wait while another one runs."""
         if self.options.forwards == 1:
             return ALONE
@@ -321,9 +321,15 @@ def _reachable(
         buffers=tuple(r.target for r in halves.backward_inputs if r.kind == "buffer"),
         constants=tuple((n.target, getattr(half, n.target)) for n in constants),
         parameters=tuple(
-            (s.name, weakref.ref(p))
+            (parameter_written(s.name), weakref.ref(p))
             for states in memory.states.units
             for s, p in zip(states.layout.slices, states.parameters, strict=True)
             if s.name in wanted
         ),
+        units=tuple(
+            unit_written(states.unit.name)
+            for states in memory.states.units
+            if any(s.name in wanted for s in states.layout.slices)
+        ),
+        uncounted=memory.states.uncounted,
     )

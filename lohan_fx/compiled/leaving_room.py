@@ -32,7 +32,10 @@ _NEAR = 1.02
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
     """Device bytes of other programs of the model: the largest peak of one that trains, beside
-    which this one's forwards may wait, and the most that a waiting forward of one holds."""
+    which this one's forwards may wait, and the most that a waiting forward of one holds.
+
+    They are those made before. One that trains and is made later leaves room for these in turn, or
+    has evaluations made again that leave too little for it (`compiled.lookup`)."""
 
     peak: int = 0
     waiting: int = 0

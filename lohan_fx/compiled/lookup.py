@@ -52,7 +52,9 @@ class Lookup:
                     "batches to a multiple, as pad_to_multiple_of= of transformers' collators does",
                 )
             settled = bool(kept) and not any(k.grad for k in kept)
+            held = self._builder.beside().waiting
             found = kept[key] = self._builder.make(args, kwargs, key.grad)
+            self._make_room(held)
             if settled and key.grad:
                 self._notices.say(
                     "settled",
@@ -63,6 +65,20 @@ class Lookup:
         if key.grad or programs.latest is None:
             programs.latest = found
         return found
+
+    def _make_room(self, held: int) -> None:
+        """Forget evaluations that leave too little room for forwards that wait, if these hold more
+        than what programs left them room for (`held`): their next call makes them again."""
+        programs, options = self._programs, self._builder.options
+        waiting = self._builder.beside().waiting
+        if waiting <= held:
+            return
+        left = options.budget.device_bytes - options.forwards * waiting
+        for key, program in [*programs.by_signature.items()]:
+            if not key.grad and program.memory.peak_bytes > left:
+                del programs.by_signature[key]
+                program.executor.retire()
+                programs.num_evaluations -= 1
 
     def evaluation(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Signature

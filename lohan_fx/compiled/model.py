@@ -221,9 +221,10 @@ class CompiledModel:
         parameters for ever). Call this after such writes. It reads all weights, on SSDs, too.
         (``torch.autograd.graph.increment_version(p)`` has PyTorch count one, and reads nothing.)
 
-        Where compute copies changed, a forward that waits for its backward can have none any more.
-        Where there are none (``dtype=None``, units that cast) nobody notices that what backward
-        reads was written, as in plain PyTorch.
+        Where a compute copy changed that backward reads, a forward that waits for it can have none
+        any more; nor where one of the same unit was written, if nobody counted that. Where there
+        are no copies (``dtype=None``, units that cast) nobody notices that what backward reads was
+        written, as in plain PyTorch.
 
         Args:
             uncounted: look for such writes. Without, this does what forward does.

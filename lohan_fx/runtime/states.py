@@ -30,6 +30,7 @@ from lohan_fx.runtime.initial_state import pull_initial_state, release_state
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.ssd import StripedFile
 from lohan_fx.runtime.unit_states import UnitStates, addresses_of
+from lohan_fx.runtime.written import parameter_written, unit_written
 from lohan_fx.weights import Source
 from lohan_fx.workload import Unit
 
@@ -72,8 +73,10 @@ class ModelStates:
         units: the states of each, in the order of `units`.
         parameter_ids: of the parameters of all units.
         gradients: what stands in ``.grad`` of the parameters that are trained.
-        generation: how often updates, loaded values or users' writes have changed what forward
-            reads: what backward reads again must be of its forward's.
+        generation: how often updates or loaded values have changed what forward reads: what
+            backward reads again must be of its forward's.
+        uncounted: how often users' writes have that no version counts, by what an error calls them
+            (`runtime.written`).
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class ModelStates:
     ) -> None:
         self.device = device
         self.generation = 0
+        self.uncounted: Counter[str] = Counter()
         self.file = file
         self._mapping = file.map() if file is not None else None
         by_name = dict(model.named_parameters())
@@ -256,7 +260,7 @@ class ModelStates:
                 "step were running, and one of the two is lost: call model.lohan.sync() before "
                 "writing into parameters, or use schedule='serial' or 'optimized'"
             )
-        self._copy_written(written)
+        self._copy_written(states for states, _ in written)
 
     def _untouched(self) -> bool:
         """Whether nothing was written; asking unit by unit takes longer."""
@@ -269,23 +273,42 @@ class ModelStates:
 
     def compare(self) -> None:
         """Take over what user code wrote where nobody counts: all weights are read."""
-        self._copy_written((states, ()) for states in self.units)
+        self._copy_written(self.units)
 
-    def _copy_written(self, written: Iterable[tuple[UnitStates, Collection[int]]]) -> None:
-        """Take over these parameters of units. If there was anything to copy, a backward that is to
-        come would not be that of its forward."""
-        before, changed, stored = self.generation, False, False
+    def _copy_written(self, units: Iterable[UnitStates]) -> None:
+        """Take over what user code wrote into units, and note what no version counts: a backward
+        that is to come and reads it would not be that of its forward."""
+        before, stored = self.generation, False
         self.generation += 1  # first: an interrupt may leave some copied
-        for states, which in written:
-            copied = states.take_over(which)
-            changed |= copied
+        for states in units:
+            copied = self._take_over_unit(states)
             if states.on_ssd:
                 stored |= copied or states.visible is not None  # users store there themselves
                 self._forget(states)
         if stored:
             self.flush()
-        if not changed:
-            self.generation = before
+        self.generation = before
+
+    def _take_over_unit(self, states: UnitStates) -> bool:
+        """Says whether there was anything to copy."""
+        flats, slices, parameters = states.flats, states.layout.slices, states.parameters
+        assert flats is not None
+        each = range(len(parameters))
+        addresses, versions = addresses_of(parameters), versions_of(parameters)
+        # no addresses: the unit was interrupted while it moved
+        moved = {i for i in each if states.addresses[i : i + 1] != [addresses[i]]}
+        seen = moved | {i for i in each if states.versions[i : i + 1] != [versions[i]]}
+        if seen:  # first, so that what differs behind it is what nobody counted
+            with torch.no_grad():
+                for flat in flats.weights:
+                    for i in moved if flat is states.visible else seen:
+                        views_of(flat, slices[i : i + 1])[0].copy_(parameters[i].detach())
+            states.expose()
+        uncounted = states.take_over(())
+        self.uncounted.update(parameter_written(slices[i].name) for i in moved)
+        if uncounted:
+            self.uncounted[unit_written(states.unit.name)] += 1
+        return bool(seen) or uncounted
 
     def move(self, states: UnitStates, arena: Arena | None, *, casts: bool = False) -> None:
         """Move a unit between device and host, between two steps: to `arena`, or the device, where
