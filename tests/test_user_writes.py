@@ -568,8 +568,8 @@ def test_an_interrupt_leaves_no_forward_to_go_on_from(
     other_memory(net)
     take_over = UnitStates.take_over
 
-    def interrupted(states: UnitStates, written: Collection[int]) -> bool:
-        take_over(states, written)
+    def interrupted(states: UnitStates, written: Collection[int], *, compare: bool) -> bool:
+        take_over(states, written, compare=compare)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -52,6 +52,18 @@ def _take_states(states: UnitStates, optimizer: torch.optim.Optimizer) -> None:
     release_state(optimizer, states.parameters)
 
 
+def _written(units: Collection[UnitStates]) -> list[tuple[UnitStates, Collection[int]]]:
+    """The parameters that user code wrote into, or may have, of units that have such."""
+    parameters = [p for states in units for p in states.parameters]
+    if (  # at once: asking unit by unit takes longer
+        versions_of(parameters) == [v for states in units for v in states.versions]
+        and addresses_of(parameters) == [a for states in units for a in states.addresses]
+        and not any(states.may_be_written() for states in units)
+    ):
+        return []
+    return [(states, which) for states in units if (which := states.written())]
+
+
 class ModelStates:
     """The states of all units of one compiled model.
 
@@ -246,9 +258,9 @@ class ModelStates:
         Raises:
             StepError: something was written that is not another optimizer's, and `behind`.
         """
-        if self._untouched():
+        written = _written(self.units)
+        if not written:
             return
-        written = [(states, which) for states in self.units if (which := states.written())]
         ours = [states for states, which in written if not states.is_another_optimizers(which)]
         if ours and behind:
             raise StepError(
@@ -258,26 +270,29 @@ class ModelStates:
             )
         self._copy_written(written)
 
-    def _untouched(self) -> bool:
-        """Whether nothing was written; asking unit by unit takes longer."""
-        parameters = [p for states in self.units for p in states.parameters]
-        return (
-            versions_of(parameters) == [v for states in self.units for v in states.versions]
-            and addresses_of(parameters) == [a for states in self.units for a in states.addresses]
-            and not any(states.may_be_written() for states in self.units)
-        )
+    def written_before_update(self) -> list[tuple[UnitStates, Collection[int]]]:
+        """The parameters that user code wrote into since forward took over what was written, and
+        that our optimizer updates: unit by unit."""
+        return _written(self.trained)
+
+    def take_over(self, written: Iterable[tuple[UnitStates, Collection[int]]]) -> None:
+        """Take over what `written_before_update` found, and no more: backward may be about to read
+        the rest. Nothing runs that reads these parameters."""
+        self._copy_written(written, compare=False)
 
     def compare(self) -> None:
         """Take over what user code wrote where nobody counts: all weights are read."""
         self._copy_written((states, ()) for states in self.units)
 
-    def _copy_written(self, written: Iterable[tuple[UnitStates, Collection[int]]]) -> None:
+    def _copy_written(
+        self, written: Iterable[tuple[UnitStates, Collection[int]]], *, compare: bool = True
+    ) -> None:
         """Take over these parameters of units. If there was anything to copy, a backward that is to
         come would not be that of its forward."""
         before, changed, stored = self.generation, False, False
         self.generation += 1  # first: an interrupt may leave some copied
         for states, which in written:
-            copied = states.take_over(which)
+            copied = states.take_over(which, compare=compare)
             changed |= copied
             if states.on_ssd:
                 stored |= copied or states.visible is not None  # users store there themselves

@@ -221,12 +221,12 @@ class UnitStates:
         address = flat.data_ptr() + self.layout.slices[i].offset * flat.element_size()
         return bool(p.data_ptr() != address or p.device != flat.device)
 
-    def take_over(self, written: Collection[int]) -> bool:
+    def take_over(self, written: Collection[int], *, compare: bool = True) -> bool:
         """Copy what user code wrote into the flats that it did not write into itself.
 
         Other parameters keep their masters, which are more than their compute copies, unless they
-        were written where nobody counts (``.data``). Says whether there was anything to copy:
-        backward reads other copies than a forward before did.
+        were written where nobody counts (``.data``), if flats are to be compared. Says whether
+        there was anything to copy: backward reads other copies than a forward before did.
         """
         assert self.flats is not None
         copied = False
@@ -238,7 +238,7 @@ class UnitStates:
                         differs = self._is_moved(i)
                     else:
                         counted = i in written and self._is_counted(i)
-                        differs = counted or not _agree(view, p)
+                        differs = counted or (compare and not _agree(view, p))
                     if differs:
                         view.copy_(p)
                         copied = True

@@ -154,6 +154,8 @@ class Updater:
         self._norms.begin(wanted=wanted, next_may_end=accumulation.next_may_end())
         sums = frozenset(s.index for s in self._states.trained if any(s.sums))
         self._pipeline.expect(sums if self._adds_up else None)
+        if self._last:
+            self._take_writes()  # before units are read
         if self.trials is not None:
             self.trials.begin(self._optimizer, self._rank, last=self._last)
         if self._updates_now:
@@ -161,6 +163,17 @@ class Updater:
             self._updates.hyperparameters = snapshot_hyperparameters(self._optimizer)
         if self._updates_now or self._adds_up:
             self._pipeline.begin([self._states.units[i] for i in order])
+
+    def _take_writes(self) -> None:
+        """Updates go on from what parameters show: take over what user code wrote into them since
+        forward. Backward reads none of these parameters any more, or it would have been refused."""
+        written = self._states.written_before_update()
+        if not written:
+            return
+        if self.trials is not None:
+            self.trials.distrust({states.index for states, _ in written})
+        self._settle_compute()  # it may be in forward still
+        self._states.take_over(written)
 
     @property
     def _updates_now(self) -> bool:
@@ -335,6 +348,9 @@ class Updater:
                 given = []
                 if self.trials is not None:
                     self.trials.drop()
+        written = self._states.written_before_update() if begun else []
+        if given and not begun:
+            self._take_writes()
         self._held = given  # an interrupt may strike anywhere: a next call goes on from here
         self._tried.clear()
         self._norms.bounds.clear()
@@ -364,6 +380,16 @@ class Updater:
                 "with the old ones, and this step is done: change them before backward (as a "
                 "scheduler after optimizer.step() does), or compile with schedule='deferred' or "
                 "'serial', or gradients='kept'"
+            )
+        if written:
+            states, which = written[0]
+            name = states.layout.slices[min(which)].name
+            raise StepError(
+                f"parameter {name} was written between backward and optimizer.step(), but with "
+                f"schedule {self.schedule!r} backward had begun to update it: this step is done, "
+                "and one of the two is lost. Write into parameters before forward or after "
+                "optimizer.step(), or compile with schedule='serial' or 'deferred', or "
+                "gradients='kept'"
             )
         return ends_step
 
@@ -446,7 +472,6 @@ class Updater:
         self._settle_compute()
         if not self._states.gradients.unscale(self._optimizer):
             return []
-        self._states.sync_from_user()  # in mixed precision masters are not what users write into
         if self.schedule in LATE:
             self._states.gradients.take()  # a tensor of the user's may be written before it is read
         return self._states.gradients.found()

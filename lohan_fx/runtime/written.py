@@ -3,7 +3,9 @@
 Autograd counts the writes into what it saves and refuses a backward through what has changed. A
 program saves in its own hands, and reads parameters again, so it has to count itself. Updates are
 no writes that a tensor counts, nor are weights that a checkpoint brings: see
-`ModelStates.generation`. What is written through ``.data`` nobody counts, autograd neither.
+`ModelStates.generation`. What is written through ``.data`` nobody counts, autograd neither; other
+memory (``p.data = …``) has another address. (Autograd goes on then, with what the parameter had or
+with what it has, op by op.)
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from lohan_fx._compat import versions_of
 from lohan_fx.errors import StepError
+from lohan_fx.runtime.unit_states import addresses_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +38,12 @@ class Reachable:
     parameters: tuple[tuple[str, weakref.ref[nn.Parameter]], ...]
 
     def versions(self, saved: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[int]:
-        """How often each was written so far; those of deleted parameters are left out."""
+        """How often each was written so far, and where parameters lie; those that were deleted are
+        left out."""
         parameters = [p for _, ref in self.parameters if (p := ref()) is not None]
         own = (saved[index] for index, _ in self.saved)
-        return versions_of([*own, *buffers, *(c for _, c in self.constants), *parameters])
+        tensors = [*own, *buffers, *(c for _, c in self.constants), *parameters]
+        return versions_of(tensors) + addresses_of(parameters)
 
     def check(
         self, saved: Sequence[Tensor], buffers: Sequence[Tensor], before: Sequence[int]
@@ -51,13 +56,16 @@ class Reachable:
         now = self.versions(saved, buffers)
         if now == before:
             return
+        parameters = [f"parameter {name}" for name, ref in self.parameters if ref() is not None]
         names = [
             *(what for _, what in self.saved),
             *(f"buffer {name}" for name in self.buffers),
             *(f"constant {name} of forward" for name, _ in self.constants),
-            *(f"parameter {name}" for name, ref in self.parameters if ref() is not None),
+            *parameters,
+            *parameters,
         ]
         written = [n for n, a, b in zip(names, before, now, strict=True) if a != b]
+        written = [*dict.fromkeys(written)]
         raise changed(f"{', '.join(written[:3])}{' …' if len(written) > 3 else ''} was written")
 
 
