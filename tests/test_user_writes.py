@@ -535,7 +535,7 @@ def test_between_forward_and_backward(
         finally:
             model.lohan.close()
 
-    unseen = write == "data" and looks != "take_over" and weight != "another optimizer's"
+    unseen = write == "data" and looks == "evaluation" and weight != "another optimizer's"
     if unseen:
         assert identical(backward(written=True), backward(written=False))
         return
