@@ -35,6 +35,7 @@ from lohan_fx.runtime.native import adam
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.recording import Label
 from lohan_fx.runtime.trials import Trials
+from lohan_fx.runtime.unit_jobs import UnitJobs
 from lohan_fx.runtime.unit_states import UnitStates
 from lohan_fx.runtime.unit_updates import UnitUpdates
 from lohan_fx.runtime.update_values import Clip, Results
@@ -96,7 +97,7 @@ class Watch:
 
         def waiting(updater: Updater, index: int, gradients: Any, **how: Any) -> None:
             trials = updater.trials
-            if trials is not None and updater._rank[index] == 1 - len(updater._rank):
+            if trials is not None and updater._jobs.rank[index] == 1 - len(updater._jobs.rank):
                 for trial in trials._open:
                     assert trial.ended._signal.wait(timeout=30)
                     self.early += 1
@@ -1018,7 +1019,7 @@ def test_trials_that_end_after_the_step(
         stepped.clear()
         backward(both.made, both.batch)
         both.ours.step()
-        assert any(not t.done() for t in updater_of(both.made)._jobs)
+        assert any(not t.done() for t in updater_of(both.made)._jobs.tickets)
         stepped.set()
         ask()
         step(both.plain, both.its, both.inputs)
@@ -1061,7 +1062,7 @@ def test_a_step_that_is_taken_up_clips_what_was_submitted_before(
     plainly()
     backward(both.made, both.batch)
     updater = updater_of(both.made)
-    gate, run, submit = threading.Event(), Updater._run, RankedLane.submit_ranked
+    gate, run, submit = threading.Event(), UnitJobs._run, RankedLane.submit_ranked
 
     def held(*args: Any, **kwargs: Any) -> None:
         assert gate.wait(timeout=30)
@@ -1082,7 +1083,7 @@ def test_a_step_that_is_taken_up_clips_what_was_submitted_before(
             time.sleep(1e-4)
         return choose(*args)
 
-    monkeypatch.setattr(Updater, "_run", held)
+    monkeypatch.setattr(UnitJobs, "_run", held)
     monkeypatch.setattr(RankedLane, "submit_ranked", struck)
     with pytest.raises(KeyboardInterrupt):
         both.ours.optimizer.step()

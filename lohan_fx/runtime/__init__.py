@@ -28,7 +28,8 @@ states                the states of all units, in their tiers
 accumulation          which backwards make a step
 gradient_offload      gradients leave the device
 state_pipeline        SSD units on their way through host memory
-unit_updates          the update of a unit, where its states and gradients are
+unit_updates          the update of a unit whose states and gradients are in memory
+unit_jobs             additions and updates on the optimizer's thread, where units are
 trials                updates into second copies
 updates               the schedule: when which unit is updated
 engine, ops           one program: its slots and stays; the ops that call it
