@@ -215,8 +215,8 @@ class CompiledModel:
 
         Forward does so itself with what PyTorch counts (``copy_`` and other ops on a parameter,
         ``nn.init``, ``load_state_dict``), with ``p.data = …``, and with parameters that want a
-        gradient and are not in our optimizer; so does an update that comes before the next forward,
-        or it refuses, and so does `lohan_fx.save` with all of it. What else is written into ``p.data``, by NumPy, or by
+        gradient and are not in our optimizer; so does an update that comes before it, or it
+        refuses. (`lohan_fx.save` calls this.) What else is written into ``p.data``, by NumPy, or by
         torch's fused optimizers, nobody counts: in mixed precision forward goes on with compute
         copies of what was there before, until the next update makes them anew (those of frozen
         parameters for ever). Call this after such writes. It reads all weights, on SSDs, too.
