@@ -219,8 +219,10 @@ class CompiledModel:
         refuses. (`lohan_fx.save` calls this.) What else is written into ``p.data``, by NumPy, or by
         torch's fused optimizers, nobody counts: in mixed precision forward goes on with compute
         copies of what was there before, until the next update makes them anew (those of frozen
-        parameters for ever). Call this after such writes. It reads all weights, on SSDs, too.
-        (``torch.autograd.graph.increment_version(p)`` has PyTorch count one, and reads nothing.)
+        parameters for ever); a parameter that is itself the compute copy, as of a bf16 model, loses
+        what was written in its next update. Call this after such writes. It reads all weights, on
+        SSDs, too. (``torch.autograd.graph.increment_version(p)`` has PyTorch count one, and reads
+        nothing.)
 
         Where compute copies changed, a forward that waits for its backward can have none any more.
         Where there are none (``dtype=None``, units that cast) nobody notices that what backward
