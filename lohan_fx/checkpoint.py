@@ -99,6 +99,9 @@ def save(
             dicts, lists and tuples of tensors, numbers, strings, booleans and None.
         max_shard_bytes: larger files become shards with an index.
 
+    What was written into parameters is taken over first, as by ``model.lohan.take_over()``, unless
+    `optimizer` is False: weights are read once more for that.
+
     Gradients that are added up for a step that has not ended are not saved: save after
     ``optimizer.step()``. With ``accumulate=`` (or ``forwards=``) a UserWarning says how many
     backwards are left out; what is in ``.grad`` with ``gradients="kept"`` is yours to save.
@@ -124,7 +127,9 @@ def save(
     if compiled is not None:
         compiled.integrity.check_ended()
         compiled.integrity.check_whole()
-        compiled.take_over(uncounted=False)  # masters are saved beside their parameters
+        # masters are saved beside their parameters, and `load` reads masters: all are compared, as
+        # what nobody counts (``.data``) would be gone with them
+        compiled.take_over(uncounted=optimizer is compiled.optimizer)
     tensors: dict[str, Tensor] = {}
     description: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     description["step"] = step

@@ -190,6 +190,46 @@ def test_masters_behind_bf16_parameters_are_saved(tmp_path: Path) -> None:
     other.close()
 
 
+def by_data(p: nn.Parameter) -> None:
+    p.data.mul_(1.5)
+
+
+@torch.no_grad()
+def counted(p: nn.Parameter) -> None:
+    p.mul_(1.5)
+
+
+def by_other_memory(p: nn.Parameter) -> None:
+    p.data = p.detach() * 1.5
+
+
+@pytest.mark.parametrize("write", [by_data, counted, by_other_memory])
+@pytest.mark.parametrize("place", [HOST, DEVICE, SSD], ids=["host", "device", "ssd"])
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16], ids=str)
+def test_what_was_written_is_saved(
+    parameters: torch.dtype, place: Any, write: Any, tmp_path: Path
+) -> None:
+    """With its master, where nobody counts, too: the run goes on from it, and so does the other."""
+    options = {**place, "dtype": "bf16", "parameters": parameters, "buffers": False}
+    first = started(tmp_path, **options)
+    first.train(2)
+    first.model.lohan.sync()
+    weight = first.model.blocks[1].linear.weight
+    write(weight)
+    written = weight.detach().clone()
+    first.save(tmp_path / "saved")
+    assert identical(weight.detach(), written)
+    rest, wanted = first.train(2), state_of(first)
+    first.close()
+    second = started(tmp_path, seed=7, **options)
+    second.train(1)
+    second.load(tmp_path / "saved")
+    assert identical(second.model.blocks[1].linear.weight.detach(), written)
+    assert second.train(2) == rest
+    assert_same(state_of(second), wanted)
+    second.close()
+
+
 def test_generators_go_on(tmp_path: Path) -> None:
     def draw() -> list[Any]:
         return [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(3)]

@@ -38,7 +38,7 @@ LATE_TIERS = ("host", "ssd")
 
 
 def running(model: nn.Module) -> bool:
-    return any(not t.done() for t in updater_of(model)._jobs)  # type: ignore[arg-type]
+    return any(not t.done() for t in updater_of(model)._jobs.tickets)  # type: ignore[arg-type]
 
 
 def steps(name: str, model: nn.Module, training: Training, inputs: Any, num: int) -> list[Tensor]:

@@ -96,7 +96,7 @@ def updater_of(model: LohanModule) -> Updater:
 
 
 def running(model: LohanModule) -> bool:
-    return any(not t.done() for t in updater_of(model)._jobs)
+    return any(not t.done() for t in updater_of(model)._jobs.tickets)
 
 
 def plain_steps(name: str, num_steps: int, optimizer: str = "adamw") -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ from lohan_fx.runtime.memory import Memory
 from lohan_fx.runtime.ops import engines
 from lohan_fx.runtime.scratch import update_scratch_bytes
 from lohan_fx.runtime.step import Buffers, Resident
-from lohan_fx.runtime.written import Reachable, parameter_written, unit_written
+from lohan_fx.runtime.written import Reachable
 from lohan_fx.workload import Workload
 
 _STAGES = {
@@ -321,15 +321,10 @@ def _reachable(
         buffers=tuple(r.target for r in halves.backward_inputs if r.kind == "buffer"),
         constants=tuple((n.target, getattr(half, n.target)) for n in constants),
         parameters=tuple(
-            (parameter_written(s.name), weakref.ref(p))
+            (s.name, weakref.ref(p))
             for states in memory.states.units
             for s, p in zip(states.layout.slices, states.parameters, strict=True)
             if s.name in wanted
-        ),
-        units=tuple(
-            unit_written(states.unit.name)
-            for states in memory.states.units
-            if any(s.name in wanted for s in states.layout.slices)
         ),
         uncounted=memory.states.uncounted,
     )

@@ -215,11 +215,14 @@ class CompiledModel:
 
         Forward does so itself with what PyTorch counts (``copy_`` and other ops on a parameter,
         ``nn.init``, ``load_state_dict``), with ``p.data = …``, and with parameters that want a
-        gradient and are not in our optimizer. What else is written into ``p.data``, by NumPy, or by
+        gradient and are not in our optimizer; so does an update that comes before it, or it
+        refuses. (`lohan_fx.save` calls this.) What else is written into ``p.data``, by NumPy, or by
         torch's fused optimizers, nobody counts: in mixed precision forward goes on with compute
         copies of what was there before, until the next update makes them anew (those of frozen
-        parameters for ever). Call this after such writes. It reads all weights, on SSDs, too.
-        (``torch.autograd.graph.increment_version(p)`` has PyTorch count one, and reads nothing.)
+        parameters for ever); a parameter that is itself the compute copy, as of a bf16 model, loses
+        what was written in its next update. Call this after such writes. It reads all weights, on
+        SSDs, too. (``torch.autograd.graph.increment_version(p)`` has PyTorch count one, and reads
+        nothing.)
 
         Where a compute copy changed that backward reads, a forward that waits for it can have none
         any more; nor where one of the same unit was written, if nobody counted that. Where there

@@ -24,17 +24,18 @@ unit_states           one unit's states at rest, and what users see of them
 clipping              norms, clipping, skipped steps
 unit_gradients        one unit's gradients in one step, and how they add up
 gradients             ``.grad`` of all parameters
-written               what user code wrote between forward and backward
 states                the states of all units, in their tiers
 accumulation          which backwards make a step
 gradient_offload      gradients leave the device
 state_pipeline        SSD units on their way through host memory
-unit_updates          the update of a unit, where its states and gradients are
+unit_updates          the update of a unit whose states and gradients are in memory
+unit_jobs             additions and updates on the optimizer's thread, where units are
 trials                updates into second copies
 updates               the schedule: when which unit is updated
 engine, ops           one program: its slots and stays; the ops that call it
 memory                what all programs of a model share
 op_timing             seconds of every op
+written               what user code wrote between forward and backward
 executor, step        the halves of a program; one step as autograd sees it
 eager                 a module's own forward, without a program
 

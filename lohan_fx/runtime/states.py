@@ -30,7 +30,6 @@ from lohan_fx.runtime.initial_state import pull_initial_state, release_state
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.ssd import StripedFile
 from lohan_fx.runtime.unit_states import UnitStates, addresses_of
-from lohan_fx.runtime.written import parameter_written, unit_written
 from lohan_fx.weights import Source
 from lohan_fx.workload import Unit
 
@@ -51,6 +50,18 @@ def _take_states(states: UnitStates, optimizer: torch.optim.Optimizer) -> None:
     states.optimizer.load_scalar_state(initial.scalars)
     states.taken = True
     release_state(optimizer, states.parameters)
+
+
+def _written(units: Collection[UnitStates]) -> list[tuple[UnitStates, Collection[int]]]:
+    """The parameters that user code wrote into, or may have, of units that have such."""
+    parameters = [p for states in units for p in states.parameters]
+    if (  # at once: asking unit by unit takes longer
+        versions_of(parameters) == [v for states in units for v in states.versions]
+        and addresses_of(parameters) == [a for states in units for a in states.addresses]
+        and not any(states.may_be_written() for states in units)
+    ):
+        return []
+    return [(states, which) for states in units if (which := states.written())]
 
 
 class ModelStates:
@@ -75,8 +86,7 @@ class ModelStates:
         gradients: what stands in ``.grad`` of the parameters that are trained.
         generation: how often updates or loaded values have changed what forward reads: what
             backward reads again must be of its forward's.
-        uncounted: how often users' writes have that no version counts, by what an error calls them
-            (`runtime.written`).
+        uncounted: how often users' writes have that no version shows, by parameter.
     """
 
     def __init__(
@@ -250,9 +260,9 @@ class ModelStates:
         Raises:
             StepError: something was written that is not another optimizer's, and `behind`.
         """
-        if self._untouched():
+        written = _written(self.units)
+        if not written:
             return
-        written = [(states, which) for states in self.units if (which := states.written())]
         ours = [states for states, which in written if not states.is_another_optimizers(which)]
         if ours and behind:
             raise StepError(
@@ -260,55 +270,39 @@ class ModelStates:
                 "step were running, and one of the two is lost: call model.lohan.sync() before "
                 "writing into parameters, or use schedule='serial' or 'optimized'"
             )
-        self._copy_written(states for states, _ in written)
+        self._copy_written(written)
 
-    def _untouched(self) -> bool:
-        """Whether nothing was written; asking unit by unit takes longer."""
-        parameters = [p for states in self.units for p in states.parameters]
-        return (
-            versions_of(parameters) == [v for states in self.units for v in states.versions]
-            and addresses_of(parameters) == [a for states in self.units for a in states.addresses]
-            and not any(states.may_be_written() for states in self.units)
-        )
+    def written_before_update(self) -> list[tuple[UnitStates, Collection[int]]]:
+        """The parameters that user code wrote into since forward took over what was written, and
+        that our optimizer updates: unit by unit."""
+        return _written(self.trained)
+
+    def take_over(self, written: Iterable[tuple[UnitStates, Collection[int]]]) -> None:
+        """Take over what `written_before_update` found, and no more: backward may be about to read
+        the rest. Nothing runs that reads these parameters."""
+        self._copy_written(written, compare=False)
 
     def compare(self) -> None:
         """Take over what user code wrote where nobody counts: all weights are read."""
-        self._copy_written(self.units)
+        self._copy_written((states, ()) for states in self.units)
 
-    def _copy_written(self, units: Iterable[UnitStates]) -> None:
-        """Take over what user code wrote into units, and note what no version counts: a backward
-        that is to come and reads it would not be that of its forward."""
+    def _copy_written(
+        self, written: Iterable[tuple[UnitStates, Collection[int]]], *, compare: bool = True
+    ) -> None:
+        """Take over these parameters of units, and note what no version counts: a backward that is
+        to come and reads it would not be that of its forward."""
         before, stored = self.generation, False
         self.generation += 1  # first: an interrupt may leave some copied
-        for states in units:
-            copied = self._take_over_unit(states)
+        for states, which in written:
+            copied = states.take_over(which, compare=compare)
+            slices = states.layout.slices
+            self.uncounted.update(slices[i].name for i, counted in copied.items() if not counted)
             if states.on_ssd:
-                stored |= copied or states.visible is not None  # users store there themselves
+                stored |= bool(copied) or states.visible is not None  # users store there themselves
                 self._forget(states)
         if stored:
             self.flush()
         self.generation = before
-
-    def _take_over_unit(self, states: UnitStates) -> bool:
-        """Says whether there was anything to copy."""
-        flats, slices, parameters = states.flats, states.layout.slices, states.parameters
-        assert flats is not None
-        each = range(len(parameters))
-        addresses, versions = addresses_of(parameters), versions_of(parameters)
-        # no addresses: the unit was interrupted while it moved
-        moved = {i for i in each if states.addresses[i : i + 1] != [addresses[i]]}
-        seen = moved | {i for i in each if states.versions[i : i + 1] != [versions[i]]}
-        if seen:  # first, so that what differs behind it is what nobody counted
-            with torch.no_grad():
-                for flat in flats.weights:
-                    for i in moved if flat is states.visible else seen:
-                        views_of(flat, slices[i : i + 1])[0].copy_(parameters[i].detach())
-            states.expose()
-        uncounted = states.take_over(())
-        self.uncounted.update(parameter_written(slices[i].name) for i in moved)
-        if uncounted:
-            self.uncounted[unit_written(states.unit.name)] += 1
-        return bool(seen) or uncounted
 
     def move(self, states: UnitStates, arena: Arena | None, *, casts: bool = False) -> None:
         """Move a unit between device and host, between two steps: to `arena`, or the device, where

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -60,6 +60,7 @@ class Trial:
         ended: when nothing of it runs any more.
         decided: it is known whether it adds gradients before it updates: `adds`.
         tried: what came of it, once it has been made.
+        stale: user code has written into parameters since, and it did not begin from that.
     """
 
     given: UnitGradients
@@ -75,6 +76,7 @@ class Trial:
     failed: bool = False
     accepted: bool = False
     dropped: bool = False
+    stale: bool = False
 
     @property
     def states(self) -> UnitStates:
@@ -171,6 +173,11 @@ class Trials:
             trial.dropped = trial.dropped or not trial.begun
             return trial.begun
 
+    def distrust(self, units: Collection[int]) -> None:
+        """Accept no trial of these units: what user code wrote into them is taken over."""
+        for trial in self._open:
+            trial.stale |= trial.states.index in units
+
     def settle(self, optimizer: torch.optim.Optimizer, clip: Clip | None) -> list[Trial]:
         """The gradients are known: accept all trials of the step, or drop them.
 
@@ -201,7 +208,7 @@ class Trials:
     def _settle(self, right: bool) -> None:
         while self._open:
             trial = self._open[-1]
-            if right and trial.states.may_flip():
+            if right and not trial.stale and trial.states.may_flip():
                 self._accept(trial)
             if not trial.accepted:
                 self._drop(trial)

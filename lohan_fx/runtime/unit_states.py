@@ -221,15 +221,16 @@ class UnitStates:
         address = flat.data_ptr() + self.layout.slices[i].offset * flat.element_size()
         return bool(p.data_ptr() != address or p.device != flat.device)
 
-    def take_over(self, written: Collection[int]) -> bool:
+    def take_over(self, written: Collection[int], *, compare: bool = True) -> dict[int, bool]:
         """Copy what user code wrote into the flats that it did not write into itself.
 
         Other parameters keep their masters, which are more than their compute copies, unless they
-        were written where nobody counts (``.data``). Says whether there was anything to copy:
-        backward reads other copies than a forward before did.
+        were written where nobody counts (``.data``), if flats are to be compared. Says which had
+        anything to copy, and whether their version shows that they were written. (An address does
+        not any more: they are views of the flats again.)
         """
         assert self.flats is not None
-        copied = False
+        copied = {}
         with torch.no_grad():
             for flat in self.flats.weights:
                 for i, view in enumerate(views_of(flat, self.layout.slices)):
@@ -238,10 +239,10 @@ class UnitStates:
                         differs = self._is_moved(i)
                     else:
                         counted = i in written and self._is_counted(i)
-                        differs = counted or not _agree(view, p)
+                        differs = counted or (compare and not _agree(view, p))
                     if differs:
                         view.copy_(p)
-                        copied = True
+                        copied[i] = version_of(self.parameters[i]) != self.versions[i]
         self.expose()
         return copied
 

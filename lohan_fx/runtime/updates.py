@@ -31,7 +31,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -49,11 +48,9 @@ from lohan_fx.runtime.state_pipeline import StatePipeline
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.trials import Trial, Trials
 from lohan_fx.runtime.unit_gradients import UnitGradients
+from lohan_fx.runtime.unit_jobs import STOPPED, UnitJobs, there
 from lohan_fx.runtime.unit_states import UnitStates
 from lohan_fx.runtime.unit_updates import UnitUpdates
-
-_Work = Literal["add", "norms", "update"]
-_STOPPED = "an earlier update of this step failed: no further one begins"
 
 
 class Updater:
@@ -106,7 +103,6 @@ class Updater:
         self._updates = UnitUpdates(lanes, self._norms)
         self._last = False  # the backward that runs, or ran last, ends a step
         self.num_left = 0
-        self._stopped: BaseException | None = None  # why no further update may begin
         self._states = states
         self._lanes = lanes
         self._optimizer = optimizer
@@ -115,9 +111,14 @@ class Updater:
         # without the thread nobody would release what `emit` waits for
         self._all_rings = [r for r in (*gradient_rings.values(), state_ring) if r is not None]
         self._lane = RankedLane("optimizer", on_lost=partial(_close_all, self._all_rings))
-        self._rank: dict[int, int] = {}
-        self._fresh: dict[int, Ticket] = {}
-        self._jobs: list[Ticket] = []
+        self._jobs = UnitJobs(
+            self._lane,
+            self._updates,
+            self._pipeline,
+            self._offload,
+            late=schedule in LATE,
+            tries=schedule == "speculative",
+        )
         self._held: list[UnitGradients] = []
         self._emitted: list[tuple[UnitStates, list[bool]]] = []
         self._tried: list[Trial] = []  # which add in passing
@@ -139,7 +140,7 @@ class Updater:
             StepError: a parameter has a ``.grad`` that is not of this model's making.
         """
         self.join()
-        self._rank = {index: -i for i, index in enumerate(order)}  # last out is needed first
+        self._jobs.begin(order)
         accumulation = self._accumulation
         self._states.gradients.forget_hidden()
         if accumulation.kept:
@@ -148,19 +149,31 @@ class Updater:
         elif not self._states.gradients.drop_zeroed():
             accumulation.count = 0
         self.pending = True
-        self._stopped = None
         self._last = accumulation.ends()
         wanted = self._last and self._clipping.needs_norms
         self._norms.begin(wanted=wanted, next_may_end=accumulation.next_may_end())
         sums = frozenset(s.index for s in self._states.trained if any(s.sums))
         self._pipeline.expect(sums if self._adds_up else None)
+        if self._last:
+            self._take_writes()  # before units are read
         if self.trials is not None:
-            self.trials.begin(self._optimizer, self._rank, last=self._last)
+            self.trials.begin(self._optimizer, self._jobs.rank, last=self._last)
         if self._updates_now:
             self._updates.clip = self._clipping.by_value()
             self._updates.hyperparameters = snapshot_hyperparameters(self._optimizer)
         if self._updates_now or self._adds_up:
             self._pipeline.begin([self._states.units[i] for i in order])
+
+    def _take_writes(self) -> None:
+        """Updates go on from what parameters show: take over what user code wrote into them since
+        forward. Backward reads none of these parameters any more, or it would have been refused."""
+        written = self._states.written_before_update()
+        if not written:
+            return
+        if self.trials is not None:
+            self.trials.distrust({states.index for states, _ in written})
+        self._settle_compute()  # it may be in forward still
+        self._states.take_over(written)
 
     @property
     def _updates_now(self) -> bool:
@@ -242,7 +255,7 @@ class Updater:
             if self._last and self.trials is not None:
                 trial = self.trials.submit(given, arrival, self._norms)
             if trial is None:
-                self._submit(given, borrowed, None, "add")
+                self._jobs.submit(given, borrowed, None, "add")
             else:
                 self._tried.append(trial)
             return
@@ -254,43 +267,11 @@ class Updater:
             self._held.append(given)
             return
         states.sums = [False] * len(states.sums)
-        self._start(given, borrowed)
-
-    def _start(self, given: UnitGradients, borrowed: Tensor | None = None) -> None:
-        """Update a unit when its gradients are there; at once if it is on the device."""
-        states = given.states
-        if states.tier == "device":
-            self._update(given, None)
-            return
-        fresh = given.fresh or Ticket() if self.schedule in LATE else None
-        if fresh is not None:
-            given.fresh = self._fresh[states.index] = fresh
-        self._submit(given, borrowed, fresh, "update")
-
-    def _submit(
-        self, given: UnitGradients, borrowed: Tensor | None, fresh: Ticket | None, work: _Work
-    ) -> None:
-        def job() -> None:
-            self._run(given, borrowed, fresh, work)
-
-        arrival = given.arrival or _there()
-        given.arrival = arrival
-        if fresh is None:
-            if self.trials is None:
-                ticket = self._lane.submit(job)
-            else:  # before all trials, but these run while it waits for its gradients
-                ticket = self._lane.submit_ranked(job, -1 - len(self._rank), arrival)
-            self._jobs.append(ticket)
-            return
-        # states are read ahead in the order in which units are submitted: another order would wait
-        # for a buffer that a unit behind it holds
-        states = given.states
-        rank = self._rank.get(states.index, 1) if states.tier == "host" else None
-        self._jobs.append(self._lane.submit_ranked(job, rank, arrival, (fresh,)))
+        self._jobs.start(given, borrowed)
 
     def fresh(self, index: int) -> Ticket | None:
         """When a unit at rest is what the last step made it; None if it is."""
-        return self._fresh.get(index)
+        return self._jobs.fresh.get(index)
 
     def write(self, index: int, gradients: Sequence[Tensor], indices: Sequence[int]) -> None:
         """Compute itself writes gradients into the unit's host buffer (direct host access)."""
@@ -335,6 +316,9 @@ class Updater:
                 given = []
                 if self.trials is not None:
                     self.trials.drop()
+        written = self._states.written_before_update() if begun else []
+        if given and not begun:
+            self._take_writes()
         self._held = given  # an interrupt may strike anywhere: a next call goes on from here
         self._tried.clear()
         self._norms.bounds.clear()
@@ -347,7 +331,7 @@ class Updater:
         if self.schedule != "serial":
             self._held = []
         if self.schedule in LATE:
-            self.num_left = sum(not ticket.done() for ticket in self._jobs)
+            self.num_left = sum(not ticket.done() for ticket in self._jobs.tickets)
             self.behind = self.behind or self.pending or bool(given)
             if kept and given:
                 self._states.gradients.lend(weakref.WeakMethod(self.wait))
@@ -364,6 +348,16 @@ class Updater:
                 "with the old ones, and this step is done: change them before backward (as a "
                 "scheduler after optimizer.step() does), or compile with schedule='deferred' or "
                 "'serial', or gradients='kept'"
+            )
+        if written:
+            states, which = written[0]
+            name = states.layout.slices[min(which)].name
+            raise StepError(
+                f"parameter {name} was written between backward and optimizer.step(), but with "
+                f"schedule {self.schedule!r} backward had begun to update it: this step is done, "
+                "and one of the two is lost. Write into parameters before forward or after "
+                "optimizer.step(), or compile with schedule='serial' or 'deferred', or "
+                "gradients='kept'"
             )
         return ends_step
 
@@ -400,11 +394,11 @@ class Updater:
         if goes_on:
             return
         for trial in left if wanted else ():
-            self._submit(trial.given, None, None, "norms")
+            self._jobs.submit(trial.given, None, None, "norms")
         for trial in self._tried:
             trial.ended.settle()
             if trial.failed:  # the step, too, if it was adding, or its gradients never came
-                self._submit(trial.given, None, None, "norms")
+                self._jobs.submit(trial.given, None, None, "norms")
         self._wait_for_sums()
 
     def _goes_on(self, found: Sequence[UnitGradients]) -> bool:
@@ -446,7 +440,6 @@ class Updater:
         self._settle_compute()
         if not self._states.gradients.unscale(self._optimizer):
             return []
-        self._states.sync_from_user()  # in mixed precision masters are not what users write into
         if self.schedule in LATE:
             self._states.gradients.take()  # a tensor of the user's may be written before it is read
         return self._states.gradients.found()
@@ -461,7 +454,7 @@ class Updater:
     def _update_all(self, found: Sequence[UnitGradients]) -> None:
         """Update units whose gradients have waited: by the schedule; resident ones at once."""
         self._pipeline.expect(None)
-        self._stopped = None
+        self._jobs.stopped = None
         here = [given for given in found if given.states.tier == "device"]
         away = [given for given in found if given.states.tier != "device"]
         if self.schedule == "serial":
@@ -476,18 +469,20 @@ class Updater:
         except BaseException:
             self._tear()
             raise
-        away.sort(key=lambda given: self._rank.get(given.states.index, 1))
+        away.sort(key=lambda given: self._jobs.rank.get(given.states.index, 1))
         if self.trials is not None:
             for trial in self.trials.settle(self._optimizer, self._updates.clip):
-                self._fresh[trial.states.index] = trial.fresh
-                self._jobs.append(trial.ended)
+                self._jobs.fresh[trial.states.index] = trial.fresh
+                self._jobs.tickets.append(trial.ended)
             away = [given for given in away if not self._updates.has_begun(given)]
         if self.schedule in LATE & WHOLE and any(given.states.on_ssd for given in away):
             # on the lane, where no interrupt strikes, and before the updates
             read = partial(self._begin_reading, away)
-            self._jobs.append(self._lane.submit_ranked(read, -len(self._rank) - 1, _there()))
+            self._jobs.tickets.append(
+                self._lane.submit_ranked(read, -len(self._jobs.rank) - 1, there())
+            )
         for given in away:
-            self._start(given)
+            self._jobs.start(given)
 
     def _begin_reading(self, found: Sequence[UnitGradients]) -> None:
         """Units whose update has not begun will be wanted in this order."""
@@ -515,7 +510,7 @@ class Updater:
                     except Exception as failure:  # noqa: BLE001 - raised below
                         error = error or failure
                 else:  # on the lane, where no interrupt strikes
-                    self._jobs.append(self._lane.submit(partial(self._update_once, given)))
+                    self._jobs.tickets.append(self._lane.submit(partial(self._update_once, given)))
             failed = self.settle()
             error = error or failed
         except BaseException:
@@ -541,8 +536,7 @@ class Updater:
                 "optimizer.step() again when the cause has gone"
             )
             self._held[:] = left
-            self._jobs.clear()
-            self._pipeline.writes.clear()
+            self._jobs.forget_ended()
         else:
             self._take_back()
             self._tear()
@@ -557,7 +551,7 @@ class Updater:
             if given.states.tier == "device":
                 given.gradients = self._offload.unparked(given.states, given.gradients)
                 given.arrival = None
-        self._update(given, None)
+        self._jobs.update(given, None)
 
     def sync(self) -> None:
         """Wait until parameters and optimizer states are those that the last step made.
@@ -590,12 +584,7 @@ class Updater:
 
     def settle(self) -> BaseException | None:
         """Wait for all that was submitted; returns the first error. The step goes on."""
-        error: BaseException | None = None
-        for tickets in (self._jobs, self._pipeline.writes):  # updates submit the writes
-            for ticket in tickets:
-                ticket.settle()
-                error = error or ticket.error
-        return error
+        return self._jobs.settle()
 
     def _tear(self) -> None:
         """Give a failed step up; it leaves the model between two steps if units took it."""
@@ -610,8 +599,7 @@ class Updater:
             self._tear()
             error.add_note("the gradients of this step are gone: run all of its backwards again")
             raise error
-        self._jobs.clear()
-        self._pipeline.writes.clear()
+        self._jobs.forget_ended()
 
     def abort(self) -> None:
         """Leave nothing running after a step that failed; its error is already on the way.
@@ -623,7 +611,7 @@ class Updater:
             with suppress(BaseException):  # `torn` says it, and the error of forward is on its way
                 self.join()
             return
-        self._stopped = self._stopped or StepError(_STOPPED)
+        self._jobs.stopped = self._jobs.stopped or StepError(STOPPED)
         self._pipeline.stop()
         if self.trials is not None:
             self.trials.drop()
@@ -663,85 +651,15 @@ class Updater:
         self._emitted.clear()
         self._tried.clear()
         self._offload.clear()
-        self._jobs.clear()
         self._pipeline.clear()
-        self._fresh.clear()
+        self._jobs.clear()
         self._owes_norm = False
         self.pending = self.behind = False
-
-    # -- on the optimizer's thread ----------------------------------------------------------
-
-    def _run(
-        self, given: UnitGradients, borrowed: Tensor | None, fresh: Ticket | None, work: _Work
-    ) -> None:
-        """Work on a unit's gradients once they are there."""
-        states = given.states
-        try:
-            assert given.arrival is not None
-            given.arrival.synchronize()
-            if self._stopped is not None:
-                raise StepError(_STOPPED) from self._stopped
-            if work == "add":
-                self._add_at_rest(given)
-            elif work == "norms":
-                assert states.flats is not None
-                self._updates.complete(given, states.flats)
-            elif not self._updates.has_begun(given):  # else an interrupt made it come twice
-                self._update(given, fresh)
-        except BaseException as error:
-            if not self._updates.begun:  # nothing has changed yet: let it stay so
-                self._stopped = self._stopped or error
-            if fresh is not None:
-                fresh.fail(error)
-            raise
-        finally:
-            if borrowed is not None:
-                self._offload.give_back(states, borrowed)
-
-    def _update(self, given: UnitGradients, fresh: Ticket | None) -> None:
-        states = given.states
-        if not states.on_ssd:
-            assert states.flats is not None
-            self._updates.run(given, states.flats)
-            if fresh is not None:
-                fresh.finish()
-            return
-        buffer = self._pipeline.read(states)
-        try:
-            self._updates.run(given, states.carve(buffer))
-        except BaseException:
-            self._pipeline.give_back(buffer)
-            raise
-        if fresh is not None and not states.copy_on_ssd:  # the next forward needs no more than that
-            fresh.finish()
-            fresh = None
-        self._pipeline.write_states(states, buffer, fresh)
-
-    def _add_at_rest(self, given: UnitGradients) -> None:
-        """Add gradients to what the unit has, where it is."""
-        states = given.states
-        if not states.on_ssd:
-            assert states.flats is not None
-            self._updates.add(given, states.flats)
-            return
-        buffer = self._pipeline.read(states)
-        try:
-            self._updates.add(given, states.carve(buffer))
-        except BaseException:
-            self._pipeline.give_back(buffer)
-            raise
-        self._pipeline.write_sums(states, buffer)
 
 
 def _close_all(rings: Sequence[BufferRing]) -> None:
     for ring in rings:
         ring.close()
-
-
-def _there() -> Ticket:
-    ticket = Ticket()
-    ticket.finish()
-    return ticket
 
 
 def _own(gradient: Tensor) -> Tensor:

@@ -1,0 +1,339 @@
+"""What user code writes into parameters between forward and optimizer.step(): updates go on from
+it, as in plain PyTorch, or it is refused by name. Nothing is lost in silence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lohan_fx.errors import StepError
+from lohan_fx.hardware import HardwareProfile
+from tests.casting import ALWAYS, HARD, KEPT, NEVER
+from tests.loops import assert_same, compiled
+from tests.training import WithCopies, alternating, identical, remember_captures
+
+WIDTH = 8
+NUM_STEPS = 4
+
+
+class Net(nn.Module):
+    """Backward reads weights, and no bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.norm(self.first(x)))
+        return nn.functional.cross_entropy(self.last(hidden), y)
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is traced once."""
+    remember_captures(monkeypatch, "writes within steps")
+
+
+def weights() -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return Net()
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(4, WIDTH, generator=random)
+    return {"x": x, "y": torch.randint(WIDTH, (4,), generator=random)}
+
+
+# -- writes ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def in_place(p: nn.Parameter) -> None:
+    p.mul_(1.5)
+
+
+def other_memory(p: nn.Parameter) -> None:
+    p.data = p.detach() * 1.5
+
+
+def data(p: nn.Parameter) -> None:
+    p.data.mul_(1.5)
+
+
+Write = Callable[[nn.Parameter], None]
+Loop = tuple[list[Tensor], Net, torch.optim.Optimizer]
+
+READ: dict[str, Callable[[Net], nn.Parameter]] = {
+    "last.weight": lambda net: net.last.weight,
+    "norm.weight": lambda net: net.norm.weight,
+}
+PLACES: dict[str, dict[str, Any]] = {
+    "host": {"states": "host"},
+    "device": {"strategy": KEPT},
+    "device, cast": {"strategy": HARD[0]},
+    "ssd": {"states": "ssd"},
+    "ssd, copies in host memory": {"states": "ssd", "strategy": WithCopies()},
+}
+MIXED = {"bf16": [*PLACES], "float32": ["host", "device", "ssd"]}
+WHERE = [(dtype, place) for dtype, places in MIXED.items() for place in places]
+WHOLE: list[dict[str, Any]] = [
+    {"schedule": "serial"},
+    {"schedule": "deferred", "clip_grad_norm": NEVER},
+    {"schedule": "speculative", "clip_grad_norm": NEVER},
+    {"schedule": "speculative", "clip_grad_norm": NEVER, "accumulate": 2},
+    {"gradients": "kept"},
+]
+AT_ONCE: list[dict[str, Any]] = [
+    {"schedule": "naive"},
+    {"schedule": "optimized"},
+    {"schedule": "overlapped"},
+    {"schedule": "optimized", "accumulate": 2},
+]
+
+
+def in_plain_pytorch(write: Write, at: str, dtype: str, num_backwards: int) -> Loop:
+    """The loop in float32; or in mixed precision as a user would write it, where compute copies of
+    the masters run."""
+    masters = weights()
+    mixed = dtype == "bf16"
+    compute = copy.deepcopy(masters).bfloat16() if mixed else masters
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2, fused=mixed)
+    pairs = list(zip(masters.parameters(), compute.parameters(), strict=True)) if mixed else []
+    losses = []
+    for seed in range(NUM_STEPS):
+        if mixed:
+            with torch.no_grad():
+                for p, c in pairs:
+                    c.copy_(p)
+        for k in range(num_backwards):
+            given = batch(10 * seed + k)
+            loss = compute(given["x"].bfloat16() if mixed else given["x"], given["y"])
+            if (seed, k, at) == (1, num_backwards - 1, "backward"):
+                write(masters.first.bias)
+            loss.backward()
+            losses.append(loss.detach())
+            for p, c in pairs:
+                assert c.grad is not None
+                total = c.grad.float()
+                p.grad, c.grad = total if p.grad is None else p.grad + total, None
+        if (seed, at) == (1, "step"):
+            write(masters.first.bias)
+            write(masters.last.weight)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, masters, optimizer
+
+
+class Ours:
+    """A compiled model that trains."""
+
+    def __init__(
+        self, hw: HardwareProfile, dtype: str, place: str = "host", **options: Any
+    ) -> None:
+        self.net = weights()
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.num_backwards = options.get("accumulate", 1)
+        options = {**PLACES[place], **options}
+        if dtype == "bf16":
+            options["dtype"] = "bf16"
+        elif place == "device":
+            options.update(strategy="keep-all", states="device")
+        self.model: Any = compiled(self.net, self.optimizer, hw, **options)
+
+    def step(
+        self,
+        seed: int,
+        between: Callable[[], None] = lambda: None,
+        before_step: Callable[[], None] = lambda: None,
+    ) -> list[Tensor]:
+        """Losses; `between` comes before the last backward."""
+        losses = []
+        for k in range(self.num_backwards):
+            loss = self.model(**batch(10 * seed + k))
+            if k == self.num_backwards - 1:
+                between()
+            loss.backward()
+            losses.append(loss.detach())
+        before_step()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return losses
+
+
+def check(
+    write: Write, at: str, hw: HardwareProfile, dtype: str, place: str, **options: Any
+) -> None:
+    """The same losses, weights and states, to the bit."""
+    ours = Ours(hw, dtype, place, **options)
+    wanted, masters, its = in_plain_pytorch(write, at, dtype, ours.num_backwards)
+    none = in_plain_pytorch(lambda _: None, at, dtype, ours.num_backwards)[0]
+    found = []
+
+    def nothing() -> None: ...
+
+    def between() -> None:
+        write(ours.net.first.bias)
+
+    def before_step() -> None:
+        write(ours.net.first.bias)
+        write(ours.net.last.weight)
+
+    for seed in range(NUM_STEPS):
+        written = seed == 1
+        found += ours.step(
+            seed,
+            between if written and at == "backward" else nothing,
+            before_step if written and at == "step" else nothing,
+        )
+    ours.model.lohan.close()
+    assert not all(map(identical, wanted, none))
+    assert all(map(identical, found, wanted))
+    assert_same(ours.net, ours.optimizer, masters, its)
+
+
+# -- updates go on from what was written -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", [in_place, other_memory])
+@pytest.mark.parametrize(("dtype", "place"), WHERE)
+def test_what_backward_does_not_read(
+    dtype: str, place: str, write: Write, hw: HardwareProfile
+) -> None:
+    check(write, "backward", hw, dtype, place)
+
+
+@pytest.mark.parametrize("at", ["backward", "step"])
+@pytest.mark.parametrize("write", [in_place, other_memory])
+@pytest.mark.parametrize(("dtype", "options"), alternating(["bf16", "float32"], WHOLE))
+def test_schedules_that_update_nothing_before_step(
+    dtype: str, options: dict[str, Any], write: Write, at: str, hw: HardwareProfile
+) -> None:
+    check(write, at, hw, dtype, "host", **options)
+
+
+@pytest.mark.parametrize("options", AT_ONCE, ids=str)
+def test_schedules_that_update_in_backward(options: dict[str, Any], hw: HardwareProfile) -> None:
+    check(other_memory, "backward", hw, "bf16", "host", **options)
+
+
+@pytest.mark.parametrize(("dtype", "place"), WHERE)
+def test_before_step(dtype: str, place: str, hw: HardwareProfile) -> None:
+    check(other_memory, "step", hw, dtype, place, schedule="serial")
+
+
+@pytest.mark.parametrize("at", ["backward", "step"])
+def test_trials_that_are_redone(at: str, hw: HardwareProfile) -> None:
+    """Clipping drops them all: what was written is there all the same."""
+
+    def loop(schedule: str) -> list[Tensor]:
+        ours = Ours(hw, "bf16", schedule=schedule, clip_grad_norm=ALWAYS)
+        losses = []
+        for seed in range(NUM_STEPS):
+            write = (lambda: other_memory(ours.net.first.bias)) if seed == 1 else lambda: None
+            calls = {"between" if at == "backward" else "before_step": write}
+            losses += ours.step(seed, **calls)
+        ours.model.lohan.close()
+        return [*losses, *ours.net.parameters()]
+
+    assert all(map(identical, loop("speculative"), loop("serial")))
+
+
+@pytest.mark.parametrize("at", ["backward", "step"])
+@pytest.mark.parametrize("write", [in_place, other_memory])
+def test_masters_that_no_parameter_shows(write: Write, at: str, hw: HardwareProfile) -> None:
+    """They begin from what was written, and are more than their copies afterwards."""
+    net = weights().bfloat16()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    model = compiled(net, optimizer, hw, dtype="bf16", states="host", schedule="serial")
+    p, name = net.first.bias, "first.bias"
+    loss = model(**batch(0))
+    for now in ("backward", "step"):
+        if now == at:
+            write(p)
+            value = p.detach().float()
+        if now == "backward":
+            loss.backward()
+    optimizer.step()
+    assert model.lohan.memory is not None
+    master = dict(model.lohan.memory.states.hidden_masters())[name].clone()
+    assert not identical(master, value)
+    assert torch.allclose(master, value, atol=1e-2)
+    assert identical(p.detach(), master.bfloat16())
+    with torch.no_grad():
+        model(**batch(1))
+    assert identical(dict(model.lohan.memory.states.hidden_masters())[name], master)
+    model.lohan.close()
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("write", [in_place, other_memory])
+@pytest.mark.parametrize(("dtype", "place"), WHERE)
+def test_what_backward_reads(
+    dtype: str, place: str, write: Write, name: str, hw: HardwareProfile
+) -> None:
+    """By name; training goes on from what was written."""
+    ours = Ours(hw, dtype, place)
+    ours.step(0)
+    loss = ours.model(**batch(1))
+    write(READ[name](ours.net))
+    value = READ[name](ours.net).detach().clone()
+    with pytest.raises(StepError, match=f"parameter {name} was written between forward and"):
+        loss.backward()
+    assert identical(READ[name](ours.net).detach(), value)
+    assert identical(ours.model(**batch(2)).detach(), loss_of(ours.net, dtype, batch(2)))
+    ours.step(3)
+    ours.model.lohan.close()
+
+
+@torch.no_grad()
+def loss_of(net: Net, dtype: str, given: dict[str, Tensor]) -> Tensor:
+    """By other copies."""
+    fresh = Net()
+    fresh.load_state_dict(net.state_dict())
+    if dtype == "bf16":
+        fresh, given = fresh.bfloat16(), {**given, "x": given["x"].bfloat16()}
+    loss: Tensor = fresh(**given)
+    return loss
+
+
+@pytest.mark.parametrize("write", [in_place, other_memory])
+@pytest.mark.parametrize("options", AT_ONCE, ids=str)
+def test_written_when_backward_has_updated_it(
+    options: dict[str, Any], write: Write, hw: HardwareProfile
+) -> None:
+    """The step is done; training goes on."""
+    ours = Ours(hw, "bf16", **options)
+    ours.step(0)
+    with pytest.raises(StepError, match=r"parameter first\.bias was written between backward and"):
+        ours.step(1, before_step=lambda: write(ours.net.first.bias))
+    ours.optimizer.zero_grad()
+    ours.model.lohan.sync()
+    ours.model.lohan.take_over()
+    assert identical(ours.model(**batch(2)).detach(), loss_of(ours.net, "bf16", batch(2)))
+    ours.model.lohan.close()
+
+
+def test_a_step_that_is_left_out_loses_no_write(hw: HardwareProfile) -> None:
+    ours = Ours(hw, "bf16", schedule="serial", skip_nonfinite=True)
+    ours.step(0)
+    (ours.model(**batch(1)) * float("inf")).backward()
+    other_memory(ours.net.first.bias)
+    value = ours.net.first.bias.detach().clone()
+    ours.optimizer.step()
+    assert ours.model.lohan.skipped_steps == 1
+    ours.optimizer.zero_grad()
+    assert identical(ours.model(**batch(2)).detach(), loss_of(ours.net, "bf16", batch(2)))
+    assert identical(ours.net.first.bias.detach(), value)
+    ours.model.lohan.close()
