@@ -37,7 +37,7 @@ from lohan_fx.planners.pareto_offers import Candidate, Offers
 from lohan_fx.planners.pareto_report import NAME, ParetoReport, binding, device_price
 from lohan_fx.planners.pareto_shortage import Shortage
 from lohan_fx.planners.registry import PlannerOptions, register
-from lohan_fx.planners.schedule import Choices, device_error, finish
+from lohan_fx.planners.schedule import Choices, device_error, finish, remembered_drafts
 from lohan_fx.planners.simplex import solve
 from lohan_fx.planners.strategy import Strategy
 from lohan_fx.planners.tiers import check_ssds
@@ -85,7 +85,8 @@ class Pareto:
         options: PlannerOptions | None = None,
     ) -> tuple[Plan, ParetoReport]:
         """The plan, and how far it may be from the best one. Raises as calling it does."""
-        return _Search(self, workload, hw, budget, options or PlannerOptions()).run()
+        with remembered_drafts():
+            return _Search(self, workload, hw, budget, options or PlannerOptions()).run()
 
 
 def candidates() -> list[str]:

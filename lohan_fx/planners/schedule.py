@@ -7,7 +7,9 @@ within the budget. Strategies decide *what*; this module decides *when*.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -25,7 +27,7 @@ from lohan_fx.planners.registry import PlannerOptions, States, get, names
 from lohan_fx.planners.tiers import check_capacity, copies_that_fit, device_advice, swap_tiers
 from lohan_fx.planners.windows import emit_points, region_reads, unit_runs, unit_uses
 from lohan_fx.program import Program, Region, Residency, lower, regions_of, residency
-from lohan_fx.workload import MODEL_INPUT_KINDS, Workload
+from lohan_fx.workload import Workload
 
 TINY_SHIFT = 16
 """A residual is tiny if it has at most 2⁻¹⁶ of the bytes of all residuals."""
@@ -100,25 +102,8 @@ def tiny_residuals(workload: Workload) -> frozenset[str]:
 
 
 def must_save(workload: Workload) -> frozenset[str]:
-    """Residuals that no region can make again, whatever else is saved.
-
-    Those are made by ops that cannot run again, or need the result of one through values that
-    are no residuals (a mask made from random bits: the bits are gone, so the mask is saved).
-    """
-    residuals = set(workload.residuals)
-    lost: set[str] = set()
-    found: set[str] = set()
-    for op in workload.ops[: workload.num_forward_ops]:
-        if op.recomputable and not any(v in lost for v in op.reads):
-            continue
-        found.update(v for v in op.writes if v in residuals)
-        lost.update(v for v in op.writes if v not in residuals and not _free(workload, v))
-    return frozenset(found)
-
-
-def _free(workload: Workload, value: str) -> bool:
-    v = workload.values[value]
-    return v.is_output or v.kind in MODEL_INPUT_KINDS
+    """`Workload.must_save`."""
+    return workload.must_save
 
 
 def _check(
@@ -175,16 +160,19 @@ def _residual_plans(
     names: Mapping[str, str] | None,
 ) -> dict[str, ResidualPlan]:
     """Residuals without positions."""
+    made: dict[tuple[Action, Tier, str | None], ResidualPlan] = {}  # there are few, and equal ones
     plans: dict[str, ResidualPlan] = {}
     for v in workload.residuals:
-        if actions[v] == "keep":
-            plans[v] = ResidualPlan(action="keep")
-        elif actions[v] == "swap":
-            plans[v] = ResidualPlan(action="swap", tier=tiers[v])
-        else:
+        action: Action = actions[v]
+        tier: Tier = tiers[v] if action == "swap" else "device"
+        region = None
+        if action == "recompute":
             block = workload.values[v].block
             region = block if names is None else names.get(v, block)
-            plans[v] = ResidualPlan(action="recompute", region=region)
+        key = (action, tier, region)
+        if key not in made:
+            made[key] = ResidualPlan(action=action, tier=tier, region=region)
+        plans[v] = made[key]
     return plans
 
 
@@ -288,6 +276,25 @@ def load_of(workload: Workload, program: Program, memory: Residency) -> Load:
     return load
 
 
+_REMEMBERED = 200_000
+"""Ops in remembered drafts, all together: what all strategies make of a small workload, and some
+50 MB of any."""
+
+_remembered: ContextVar[dict[Hashable, Draft] | None] = ContextVar("remembered", default=None)
+
+
+@contextmanager
+def remembered_drafts() -> Iterator[None]:
+    """In this context no draft is made twice if it is among the last ones: most strategies end with
+    the same few choices where memory is short, and ask for them again with another device budget.
+    """
+    token = _remembered.set({})
+    try:
+        yield
+    finally:
+        _remembered.reset(token)
+
+
 def draft(
     workload: Workload,
     hw: HardwareProfile,
@@ -318,23 +325,48 @@ def draft(
     tiers.update({v: t for v, t in (choices.swap_tiers or {}).items() if v in tiers})
     sizes = {t: [workload.values[v].num_bytes for v in tiers if tiers[v] == t] for t in TIERS}
     copies = _copies(workload, budget, options, choices, unit_tiers, sizes)
-    plan = Plan(
-        strategy=strategy,
-        workload=workload.name,
-        residuals=_residual_plans(workload, actions, tiers, choices.regions),
-        units={},
-        schedule=options.update_schedule,
+    decided = _residual_plans(workload, actions, tiers, choices.regions)
+    key: Hashable = (
+        id(workload),  # all that are remembered are alive
+        options.update_schedule,
+        *(tuple(getattr(r, x) for r in decided.values()) for x in ("action", "tier", "region")),
+        tuple(unit_tiers[u.name] for u in workload.units),
+        tuple(sorted(choices.modes.items())),
+        *(frozenset(x) for x in (copies, parked, casts, choices.direct_gradients)),
     )
-    regions = regions_of(workload, plan)
-    plan = replace(
-        plan,
-        residuals=_place_residuals(workload, plan.residuals, regions),
-        units=_place_units(
-            workload, choices, unit_tiers, copies, parked, casts, plan.schedule, regions
-        ),
-    )
-    check_capacity(workload, plan, budget)
-    program = lower(workload, plan)
+    kept = _remembered.get()
+    made = None if kept is None else kept.get(key)
+    if made is None:
+        plan = Plan(
+            strategy=strategy,
+            workload=workload.name,
+            residuals=decided,
+            units={},
+            schedule=options.update_schedule,
+        )
+        regions = regions_of(workload, plan)
+        plan = replace(
+            plan,
+            residuals=_place_residuals(workload, plan.residuals, regions),
+            units=_place_units(
+                workload, choices, unit_tiers, copies, parked, casts, plan.schedule, regions
+            ),
+        )
+        check_capacity(workload, plan, budget)
+        made = _lowered(workload, plan, regions)
+    else:
+        made = replace(made, plan=replace(made.plan, strategy=strategy))
+        check_capacity(workload, made.plan, budget)
+    if kept is not None:
+        kept.pop(key, None)  # it becomes the last one
+        kept[key] = made
+        if len(kept) * len(workload.ops) > _REMEMBERED:
+            del kept[next(iter(kept))]
+    return made
+
+
+def _lowered(workload: Workload, plan: Plan, regions: tuple[Region, ...]) -> Draft:
+    program = lower(workload, plan, regions)
     memory = residency(program)
     return Draft(
         workload=workload,
