@@ -7,11 +7,11 @@ within the budget. Strategies decide *what*; this module decides *when*.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import numpy as np
 
@@ -276,11 +276,11 @@ def load_of(workload: Workload, program: Program, memory: Residency) -> Load:
     return load
 
 
-_REMEMBERED = 200_000
-"""Ops in remembered drafts, all together: what all strategies make of a small workload, and some
-50 MB of any."""
+_REMEMBERED = 500_000
+"""Ops of all that is remembered: what all strategies make of a small workload, and no more than
+some 50 MB of a large one."""
 
-_remembered: ContextVar[dict[Hashable, Draft] | None] = ContextVar("remembered", default=None)
+_remembered: ContextVar[dict[Hashable, Any] | None] = ContextVar("remembered", default=None)
 
 
 @contextmanager
@@ -293,6 +293,24 @@ def remembered_drafts() -> Iterator[None]:
         yield
     finally:
         _remembered.reset(token)
+
+
+_T = TypeVar("_T")
+
+
+def _once(workload: Workload, key: Hashable, make: Callable[[], _T]) -> _T:
+    """What is remembered of a workload under a key, or else is made now."""
+    kept = _remembered.get()
+    if kept is None:
+        return make()
+    key = id(workload), key
+    workload_, found = kept.pop(key, (workload, None))
+    if found is None:
+        found = make()
+    kept[key] = workload_, found  # alive, so that no other one has its id; the last to be forgotten
+    if len(kept) * len(workload.ops) > _REMEMBERED:
+        del kept[next(iter(kept))]
+    return cast("_T", found)
 
 
 def draft(
@@ -326,56 +344,46 @@ def draft(
     sizes = {t: [workload.values[v].num_bytes for v in tiers if tiers[v] == t] for t in TIERS}
     copies = _copies(workload, budget, options, choices, unit_tiers, sizes)
     decided = _residual_plans(workload, actions, tiers, choices.regions)
-    key: Hashable = (
-        id(workload),  # all that are remembered are alive
-        options.update_schedule,
-        *(tuple(getattr(r, x) for r in decided.values()) for x in ("action", "tier", "region")),
-        tuple(unit_tiers[u.name] for u in workload.units),
-        tuple(sorted(choices.modes.items())),
-        *(frozenset(x) for x in (copies, parked, casts, choices.direct_gradients)),
-    )
-    kept = _remembered.get()
-    made = None if kept is None else kept.get(key)
-    if made is None:
+    schedule = options.update_schedule
+
+    def place() -> tuple[Plan, tuple[Region, ...]]:
         plan = Plan(
             strategy=strategy,
             workload=workload.name,
             residuals=decided,
             units={},
-            schedule=options.update_schedule,
+            schedule=schedule,
         )
         regions = regions_of(workload, plan)
-        plan = replace(
-            plan,
-            residuals=_place_residuals(workload, plan.residuals, regions),
-            units=_place_units(
-                workload, choices, unit_tiers, copies, parked, casts, plan.schedule, regions
-            ),
+        residuals = _place_residuals(workload, decided, regions)
+        args = (unit_tiers, copies, parked, casts, schedule, regions)
+        return replace(
+            plan, residuals=residuals, units=_place_units(workload, choices, *args)
+        ), regions
+
+    def lowered() -> Draft:
+        program = lower(workload, plan, regions)
+        memory = residency(program)
+        return Draft(
+            workload=workload,
+            plan=plan,
+            regions=regions,
+            program=program,
+            memory=memory,
+            load=load_of(workload, program, memory),
         )
-        check_capacity(workload, plan, budget)
-        made = _lowered(workload, plan, regions)
-    else:
-        made = replace(made, plan=replace(made.plan, strategy=strategy))
-        check_capacity(workload, made.plan, budget)
-    if kept is not None:
-        kept.pop(key, None)  # it becomes the last one
-        kept[key] = made
-        if len(kept) * len(workload.ops) > _REMEMBERED:
-            del kept[next(iter(kept))]
-    return made
 
-
-def _lowered(workload: Workload, plan: Plan, regions: tuple[Region, ...]) -> Draft:
-    program = lower(workload, plan, regions)
-    memory = residency(program)
-    return Draft(
-        workload=workload,
-        plan=plan,
-        regions=regions,
-        program=program,
-        memory=memory,
-        load=load_of(workload, program, memory),
+    key = (
+        schedule,
+        *(tuple(getattr(r, x) for r in decided.values()) for x in ("action", "tier", "region")),
+        tuple(unit_tiers[u.name] for u in workload.units),
+        tuple(sorted(choices.modes.items())),
+        *(frozenset(x) for x in (copies, parked, casts, choices.direct_gradients)),
     )
+    plan, regions = _once(workload, ("placed", key), place)
+    plan = replace(plan, strategy=strategy)
+    check_capacity(workload, plan, budget)
+    return replace(_once(workload, ("draft", key), lowered), plan=plan)
 
 
 def lean_draft(
@@ -396,7 +404,9 @@ def lean_draft(
     made = draft(*args, choices, strategy, keep_tiny=keep_tiny)
     if choices.regions is not None or made.memory.peak_bytes <= budget.device_bytes:
         return made
-    names = split_regions(workload, settle(workload, choices.actions, keep_tiny=keep_tiny))
+    actions = settle(workload, choices.actions, keep_tiny=keep_tiny)
+    key = ("regions", tuple(actions.values()))
+    names = _once(workload, key, lambda: split_regions(workload, actions))
     if all(name == workload.values[v].block for v, name in names.items()):
         return made
     parted = draft(*args, replace(choices, regions=names), strategy, keep_tiny=keep_tiny)

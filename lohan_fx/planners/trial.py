@@ -160,8 +160,8 @@ def filled(model: Model, trial: Trial, target: MemoryBudget, worth: Floats, name
     return trial
 
 
-_UNLIMITED = 2**62
-"""Device bytes that every model fits into."""
+UNLIMITED = 2**62
+"""Bytes that every model fits into."""
 
 
 def leanest_draft(model: Model, budget: MemoryBudget, name: str, trials: int) -> Draft | None:
@@ -240,7 +240,7 @@ def _leanest(
             which leaves no room in host memory for any where there is little of it.
     """
     drafts = replace(budget, device_bytes=0)
-    budget = replace(budget, device_bytes=_UNLIMITED) if evenly else drafts
+    budget = replace(budget, device_bytes=UNLIMITED) if evenly else drafts
     host = _Host(model, budget)
     for _ in range(_ATTEMPTS):
         program = model.program(
@@ -329,5 +329,5 @@ def least_host(
 def least_memory(model: Model, budget: MemoryBudget) -> float:
     """Device bytes that no plan undercuts, however many there are; infinite if host memory or SSD
     is too small."""
-    budget = replace(budget, device_bytes=_UNLIMITED)  # units may all be there: no buffers for SSD
+    budget = replace(budget, device_bytes=UNLIMITED)  # units may all be there: no buffers for SSD
     return solve(model.program(budget, least_memory=True), model.leanest).bound
