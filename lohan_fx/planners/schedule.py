@@ -90,6 +90,13 @@ class Draft:
     memory: Residency
     load: Load
 
+    @property
+    def peaks_before_regions(self) -> bool:
+        """Whether the peak stands before all regions: there smaller regions, or fewer residuals in
+        them, change nothing, so the peak becomes no lower."""
+        first = min((region.anchor for region in self.regions), default=0)
+        return int(self.load[:first].max(initial=0)) == self.memory.peak_bytes
+
 
 def tiny_residuals(workload: Workload) -> frozenset[str]:
     """Residuals not worth a copy or a region of their own: a layer norm's statistics.
@@ -403,6 +410,8 @@ def lean_draft(
     args = (workload, hw, budget, options)
     made = draft(*args, choices, strategy, keep_tiny=keep_tiny)
     if choices.regions is not None or made.memory.peak_bytes <= budget.device_bytes:
+        return made
+    if made.peaks_before_regions:
         return made
     actions = settle(workload, choices.actions, keep_tiny=keep_tiny)
     key = ("regions", tuple(actions.values()))
