@@ -266,6 +266,17 @@ def test_what_was_lowered_before_is_of_no_matter(workload: Workload, seeds: list
         assert lower(workload, changed) == lower(replace(workload), changed)
 
 
+def test_a_region_that_reads_host_memory_is_another_one() -> None:
+    w = gpt_workload(layers=1)
+    here, there = (
+        make_plan("recompute-all", w, HW, budget(), PlannerOptions(states=states))
+        for states in ("device", "host")
+    )
+    units = {n: replace(unit, access="direct", windows=()) for n, unit in there.units.items()}
+    for plan in (here, replace(there, units=units), here):
+        assert lower(w, plan) == lower(replace(w), plan)
+
+
 def test_a_small_program_by_hand() -> None:
     workload = mlp_workload()
     plan = make_plan("swap-all", workload, HW, budget(device=10**6))

@@ -283,9 +283,9 @@ def load_of(workload: Workload, program: Program, memory: Residency) -> Load:
     return load
 
 
-_REMEMBERED = 500_000
+_REMEMBERED = 300_000
 """Ops of all that is remembered: what all strategies make of a small workload, and no more than
-some 50 MB of a large one."""
+some 70 MB of a large one."""
 
 _remembered: ContextVar[dict[Hashable, Any] | None] = ContextVar("remembered", default=None)
 
