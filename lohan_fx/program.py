@@ -13,7 +13,7 @@ order of first backward use), regions in order of creation, gradients in the uni
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -215,10 +215,12 @@ def _check_names(w: Workload, plan: Plan) -> None:
 
 
 class _Lowering:
-    def __init__(self, workload: Workload, plan: Plan) -> None:
+    def __init__(
+        self, workload: Workload, plan: Plan, regions: tuple[Region, ...] | None = None
+    ) -> None:
         self.workload = workload
         self.plan = plan
-        self.regions = regions_of(workload, plan)
+        self.regions = regions_of(workload, plan) if regions is None else regions
         self.read_again: dict[str, int] = {}  # value → the first region that reads it
         for region in self.regions:
             for v in region.reads:
@@ -281,13 +283,30 @@ class _Lowering:
         self._offloads()
         self._gradients()
         instructions: list[Instruction] = []
-        for i, op in enumerate(w.ops):
-            instructions += self.before[i]
-            instructions.append(self._compute(op, i))
-            instructions += self.after[i]
+        for i in range(len(w.ops)):
+            instructions += self.before.get(i, ())
+            instructions.append(self._op(i))
+            instructions += self.after.get(i, ())
         return Program(
             instructions=tuple(instructions), pinned=self._pinned(), static_bytes=self._static()
         )
+
+    def _op(self, at: int) -> Instruction:
+        """Op `at` in its own place; the instruction of the last program, if that is the same."""
+        w = self.workload
+        units = w.units_read[at]
+        if units and not self.direct.isdisjoint(units):
+            return self._compute(w.ops[at], at)
+        if units and not self.windows.keys().isdisjoint(units):
+            reads = self.reads(w.ops[at].reads, at)
+        else:
+            reads = w.steps_reads[at]
+            if at >= self.num_forward_ops and not self.source.keys().isdisjoint(reads):
+                reads = tuple([self.source.get(v, v) for v in reads])
+        found: Instruction | None = w.lowered.get(at)
+        if found is None or found.reads != reads:
+            found = w.lowered[at] = self._compute(w.ops[at], at)
+        return found
 
     def _compute(self, op: Op, at: int, rename: Mapping[str, str] | None = None) -> Instruction:
         rename = rename or {}
@@ -434,32 +453,32 @@ class _Lowering:
 
     def _recomputes(self) -> None:
         for region in self.regions:
-            rename = {
-                v: recomputed(v, region.name)
-                for i in region.ops
-                for v in self.workload.ops[i].writes
-            }
-            reads = self.reads(region.reads, region.anchor)
-            body = tuple(
-                self._compute(self.workload.ops[i], region.anchor, rename) for i in region.ops
-            )
+            outside = tuple([self.storage(v, region.anchor) for v in region.reads])
+            key = (region, outside, frozenset(self.direct))
+            last, found = self.workload.lowered.get(region.name, (None, None))
+            if last != key:
+                found = self._recompute(region)
+                self.workload.lowered[region.name] = key, found
+            self.before[region.anchor].append(found)
             for v in region.wanted:
-                self.source[v] = rename[v]
-            self.before[region.anchor].append(
-                Instruction(
-                    kind="recompute",
-                    name=region.name,
-                    phase="backward",
-                    reads=reads,
-                    births=tuple(
-                        (rename[v], self.workload.values[v].num_bytes) for v in region.wanted
-                    ),
-                    seconds=sum(b.seconds for b in body),
-                    flops=sum(b.flops for b in body),
-                    direct_bytes=sum(b.direct_bytes for b in body),
-                    body=body,
-                )
-            )
+                self.source[v] = recomputed(v, region.name)
+
+    def _recompute(self, region: Region) -> Instruction:
+        ops = [self.workload.ops[i] for i in region.ops]
+        rename = {v: recomputed(v, region.name) for op in ops for v in op.writes}
+        body = tuple([self._compute(op, region.anchor, rename) for op in ops])
+        values = self.workload.values
+        return Instruction(
+            kind="recompute",
+            name=region.name,
+            phase="backward",
+            reads=self.reads(region.reads, region.anchor),
+            births=tuple((rename[v], values[v].num_bytes) for v in region.wanted),
+            seconds=sum(b.seconds for b in body),
+            flops=sum(b.flops for b in body),
+            direct_bytes=sum(b.direct_bytes for b in body),
+            body=body,
+        )
 
     def _offloads(self) -> None:
         for v in self._swapped():
@@ -581,23 +600,16 @@ class _Lowering:
         )
 
 
-def lower(workload: Workload, plan: Plan) -> Program:
-    """Turn a plan into the program that will run, in canonical order.
+def lower(workload: Workload, plan: Plan, regions: tuple[Region, ...] | None = None) -> Program:
+    """Turn a plan into the program that will run, in canonical order. `regions` are those of the
+    plan, if somebody has them already.
 
     Raises:
         PlanError: the plan names ops, values or units that the workload lacks, or orders
             movements so that a value would be read before it exists or after it is gone.
     """
     _check_names(workload, plan)
-    return _Lowering(workload, plan).lower()
-
-
-def _steps(program: Program) -> Iterator[tuple[int, Instruction]]:
-    """(instruction index, instruction or op of its body), in execution order."""
-    for k, instruction in enumerate(program.instructions):
-        for inner in instruction.body:
-            yield k, inner
-        yield k, instruction
+    return _Lowering(workload, plan, regions).lower()
 
 
 def residency(program: Program) -> Residency:
@@ -606,46 +618,65 @@ def residency(program: Program) -> Residency:
     A storage is born with the instruction that makes it and dies after the last that reads it.
     What a recompute reads stays to its end (the caller holds it); its inner values die inside.
     """
-    steps = list(_steps(program))
+    steps: list[Instruction] = []  # those of a body, then what they are the body of
+    where: list[int] = []
+    for k, instruction in enumerate(program.instructions):
+        steps += instruction.body
+        steps.append(instruction)
+        where += [k] * (len(instruction.body) + 1)
     last: dict[str, int] = {}
-    for s, (_, instruction) in enumerate(steps):
+    for s, instruction in enumerate(steps):
         for name, _ in instruction.births:
             last[name] = s
         for name in instruction.reads:
             last[name] = s
-    dying: dict[int, list[str]] = defaultdict(list)
-    for name, s in last.items():
-        if name not in program.pinned:
-            dying[s].append(name)
+    pinned = program.pinned
     alive: dict[str, int] = {}
     now = peak = program.static_bytes
     peak_step = -1
-    at_peak: dict[str, int] = {}
-    series = [program.static_bytes] * len(program.instructions)
-    for s, (k, instruction) in enumerate(steps):
+    series = [now] * len(program.instructions)
+    for s, instruction in enumerate(steps):
         for name, size in instruction.births:
             if name not in alive:
                 alive[name] = size
                 now += size
         top = now + instruction.scratch_bytes
-        series[k] = max(series[k], top)
-        if top > peak:
-            peak, peak_step = top, s
-            at_peak = dict(alive)
-            if instruction.scratch_bytes < 0:  # the result takes the memory of what is read
-                at_peak[instruction.births[0][0]] += instruction.scratch_bytes
-            elif instruction.scratch_bytes:
-                what = "workspace" if instruction.kind == "compute" else "update"
-                at_peak[f"{instruction.name} ({what})"] = instruction.scratch_bytes
-        for name in dying[s]:
-            now -= alive.pop(name, 0)
-    k = steps[peak_step][0] if peak_step >= 0 else 0
-    largest = sorted(at_peak.items(), key=lambda item: (-item[1], item[0]))
+        if top > series[where[s]]:
+            series[where[s]] = top
+            if top > peak:
+                peak, peak_step = top, s
+        for name, _ in instruction.births:
+            if last[name] == s and name not in pinned:
+                now -= alive.pop(name, 0)
+        for name in instruction.reads:
+            if last[name] == s and name not in pinned:
+                now -= alive.pop(name, 0)
     return Residency(
         static_bytes=program.static_bytes,
         peak_bytes=peak,
-        peak_index=k,
-        peak_name=steps[peak_step][1].name if peak_step >= 0 else "start",
-        at_peak=tuple(largest),
+        peak_index=where[peak_step] if peak_step >= 0 else 0,
+        peak_name=steps[peak_step].name if peak_step >= 0 else "start",
+        at_peak=_alive_at(program, steps[: peak_step + 1], last),
         series=tuple(series),
     )
+
+
+def _alive_at(
+    program: Program, steps: Sequence[Instruction], last: Mapping[str, int]
+) -> tuple[tuple[str, int], ...]:
+    """(name, bytes) of all storages that are alive in the last of these steps, with its scratch;
+    largest first. `last` has the last step of each."""
+    if not steps:
+        return ()
+    found: dict[str, int] = {}
+    for instruction in steps:
+        for name, size in instruction.births:
+            if last[name] >= len(steps) - 1 or name in program.pinned:
+                found.setdefault(name, size)
+    at = steps[-1]
+    if at.scratch_bytes < 0:  # the result takes the memory of what is read
+        found[at.births[0][0]] += at.scratch_bytes
+    elif at.scratch_bytes:
+        what = "workspace" if at.kind == "compute" else "update"
+        found[f"{at.name} ({what})"] = at.scratch_bytes
+    return tuple(sorted(found.items(), key=lambda item: (-item[1], item[0])))

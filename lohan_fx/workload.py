@@ -10,10 +10,11 @@ not listed; an op that reads a view reads the storage behind it.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 Phase = Literal["forward", "backward"]
 ValueKind = Literal["activation", "input", "parameter", "buffer", "gradient", "constant"]
@@ -196,6 +197,27 @@ class Workload:
         return tuple(dict.fromkeys(op.block for op in self.ops if op.phase == "forward"))
 
     @cached_property
+    def steps_reads(self) -> tuple[tuple[str, ...], ...]:
+        """For each op what it reads that the step itself makes, each once."""
+        values = self.values
+        return tuple(
+            tuple(dict.fromkeys(v for v in op.reads if values[v].kind not in MODEL_INPUT_KINDS))
+            for op in self.ops
+        )
+
+    @cached_property
+    def units_read(self) -> tuple[tuple[str, ...], ...]:
+        """For each op the units whose parameters it reads, each once."""
+        of = {v.name: v.unit for v in self.values.values() if v.kind == "parameter" and v.unit}
+        return tuple(tuple(dict.fromkeys(of[v] for v in op.reads if v in of)) for op in self.ops)
+
+    @cached_property
+    def lowered(self) -> dict[int | str, Any]:
+        """What `program.lower` made last for an op or a region: most of it is the same the next
+        time, and planning lowers a workload hundreds of times."""
+        return {}
+
+    @cached_property
     def parameters_of_unit(self) -> Mapping[str, tuple[str, ...]]:
         """Unit name → its parameter values."""
         found: dict[str, list[str]] = {unit.name: [] for unit in self.units}
@@ -205,12 +227,34 @@ class Workload:
         return {name: tuple(vs) for name, vs in found.items()}
 
     def first_backward_use(self, value: str) -> int:
-        return next(i for i in self.users[value] if i >= self.num_forward_ops)
+        uses = self.users[value]
+        return uses[bisect_left(uses, self.num_forward_ops)]
 
     def last_forward_use(self, value: str) -> int:
         """Index of the last forward op that reads the value, or of its producer."""
-        uses = [i for i in self.users[value] if i < self.num_forward_ops]
-        return uses[-1] if uses else self.producer[value]
+        uses = self.users[value]
+        forward = bisect_left(uses, self.num_forward_ops)
+        return uses[forward - 1] if forward else self.producer[value]
+
+    @cached_property
+    def must_save(self) -> frozenset[str]:
+        """Residuals that no region can make again, whatever else is saved.
+
+        Those are made by ops that cannot run again, or need the result of one through values that
+        are no residuals (a mask made from random bits: the bits are gone, so the mask is saved).
+        """
+        residuals = set(self.residuals)
+        lost: set[str] = set()
+        found: set[str] = set()
+        for op in self.ops[: self.num_forward_ops]:
+            if op.recomputable and lost.isdisjoint(op.reads):
+                continue
+            found.update(v for v in op.writes if v in residuals)
+            values = (self.values[v] for v in op.writes if v not in residuals)
+            lost.update(
+                v.name for v in values if not v.is_output and v.kind not in MODEL_INPUT_KINDS
+            )
+        return frozenset(found)
 
     @cached_property
     def inter_block(self) -> frozenset[str]:

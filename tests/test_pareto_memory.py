@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -12,11 +13,14 @@ from hypothesis import strategies as st
 
 from lohan_fx.errors import InsufficientMemoryError, format_bytes, format_need
 from lohan_fx.hardware import MemoryBudget
-from lohan_fx.planners import PlannerOptions, make_plan
+from lohan_fx.plan import Plan
+from lohan_fx.planners import PlannerOptions, make_plan, schedule
 from lohan_fx.planners.effort import Effort
 from lohan_fx.planners.model import Model
 from lohan_fx.planners.pareto import Pareto
 from lohan_fx.planners.trial import least_memory
+from lohan_fx.program import Program, lower
+from lohan_fx.workload import Workload
 from tests.test_pareto import machine, some_workload
 from tests.test_planners import check
 from tests.workloads import budget, gpt_workload, mlp_workload, small_hardware
@@ -116,6 +120,27 @@ def test_host_memory_for_second_copies_is_named(states: Any) -> None:
         small = replace(limit, device_bytes=p.peak_device_bytes // 4)
         with pytest.raises(InsufficientMemoryError, match="not enough device memory"):
             Pareto(effort=Effort(lower=0)).solve(workload, hw, small, tries)
+
+
+@pytest.mark.parametrize("part", [0.01, 0.8])
+def test_no_draft_is_made_twice(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strategies that fit nowhere end with the same choices: whoever mistypes a budget waits."""
+    workload, hw = gpt_workload(layers=8), small_hardware()
+    made: list[Plan] = []
+
+    def counted(workload: Workload, plan: Plan, *rest: Any) -> Program:
+        made.append(replace(plan, strategy=""))
+        return lower(workload, plan, *rest)
+
+    limit = MemoryBudget(device_bytes=1000, host_bytes=2**30, ssd_bytes=2**30)
+    with pytest.raises(InsufficientMemoryError) as caught:
+        Pareto().solve(workload, hw, limit)
+    monkeypatch.setattr(schedule, "lower", counted)
+    limit = replace(limit, device_bytes=int(part * caught.value.need_bytes))
+    with pytest.raises(InsufficientMemoryError) as again:
+        Pareto().solve(workload, hw, limit)
+    assert again.value.need_bytes == caught.value.need_bytes
+    assert len(made) == len({json.dumps(plan.to_dict()) for plan in made})
 
 
 @pytest.mark.parametrize("host", [0, 1, 2])

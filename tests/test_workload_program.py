@@ -250,6 +250,33 @@ def test_a_unit_is_fetched_from_where_its_copy_is(workload: Workload, seed: int)
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
+@settings(max_examples=40, deadline=None)
+@given(workload=workloads(), seeds=st.lists(st.integers(0, 10**6), min_size=2, max_size=4))
+def test_what_was_lowered_before_is_of_no_matter(workload: Workload, seeds: list[int]) -> None:
+    """Instructions of the last program are taken over where they are the same, and only there."""
+    for seed in [*seeds, *seeds]:
+        plan = random_plan(workload, seed, SCHEDULES[seed % len(SCHEDULES)])
+        units = plan.units
+        if seed % 2:  # read in host memory, where they may be
+            units = {
+                name: replace(unit, access="direct", windows=()) if unit.tier == "host" else unit
+                for name, unit in units.items()
+            }
+        changed = replace(plan, units=units)
+        assert lower(workload, changed) == lower(replace(workload), changed)
+
+
+def test_a_region_that_reads_host_memory_is_another_one() -> None:
+    w = gpt_workload(layers=1)
+    here, there = (
+        make_plan("recompute-all", w, HW, budget(), PlannerOptions(states=states))
+        for states in ("device", "host")
+    )
+    units = {n: replace(unit, access="direct", windows=()) for n, unit in there.units.items()}
+    for plan in (here, replace(there, units=units), here):
+        assert lower(w, plan) == lower(replace(w), plan)
+
+
 def test_a_small_program_by_hand() -> None:
     workload = mlp_workload()
     plan = make_plan("swap-all", workload, HW, budget(device=10**6))

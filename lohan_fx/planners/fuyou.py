@@ -128,7 +128,8 @@ def schedule_activations(setting: Setting) -> Activations:
     """
     w = setting.workload
     tiny = tiny_residuals(w)
-    start = [v for v in w.residuals if v in w.inter_block | must_save(w) and v not in tiny]
+    saved = (w.inter_block | must_save(w)) - tiny
+    start = [v for v in w.residuals if v in saved]
     rest = [v for v in w.residuals if v not in start and v not in tiny]
     order = by_priority(layers_of(w, rest))
     values = [v for layer in order for v in layer.values]

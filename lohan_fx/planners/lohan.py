@@ -203,7 +203,7 @@ class _Search:
         order = by_benefit(layers_of(self.workload, remade), self.options)
         rank = {v: k for k, layer in enumerate(order) for v in layer.values}
         made = self.draft(actions)
-        while not self.fits(made):
+        while not self.fits(made) and not made.peaks_before_regions:
             over = set()
             for region in made.regions:
                 end = max(self.workload.users[v][-1] for v in region.wanted)

@@ -567,16 +567,20 @@ class Model:
 
         A unit on SSD is updated through as much as three buffers of its size.
         """
-        found = set()
+        return frozenset(np.flatnonzero(self._alone > budget.host_bytes).tolist())
+
+    @cached_property
+    def _alone(self) -> Ints:
+        """Host bytes that each option of a unit takes if there is no other unit."""
+        found = np.zeros(len(self.column_group), dtype=np.int64)
         for column, group, option in self.columns():
             if group.kind == "unit":
                 unit = self.workload.unit_by_name[group.members[0]]
                 tiers = {unit.name: UNIT_OPTIONS[option][0]}
                 copies = [unit.name] if option in COPIED else []
                 need = host_breakdown([unit], tiers, self.schedule, copies=copies)
-                if sum(need.values()) > budget.host_bytes:
-                    found.add(column)
-        return frozenset(found)
+                found[column] = sum(need.values())
+        return found
 
     def largest_moved(self, assignment: Mapping[str, Option]) -> set[int]:
         """The options with which the largest units that are not on the device leave it."""

@@ -18,8 +18,10 @@ the same input gives the same plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from lohan_fx import progress
 from lohan_fx.errors import InsufficientMemoryError, LohanError, PlanError
@@ -37,11 +39,11 @@ from lohan_fx.planners.pareto_offers import Candidate, Offers
 from lohan_fx.planners.pareto_report import NAME, ParetoReport, binding, device_price
 from lohan_fx.planners.pareto_shortage import Shortage
 from lohan_fx.planners.registry import PlannerOptions, register
-from lohan_fx.planners.schedule import Choices, device_error, finish
+from lohan_fx.planners.schedule import Choices, Draft, device_error, finish, remembered_drafts
 from lohan_fx.planners.simplex import solve
 from lohan_fx.planners.strategy import Strategy
 from lohan_fx.planners.tiers import check_ssds
-from lohan_fx.planners.trial import leanest_of_all
+from lohan_fx.planners.trial import UNLIMITED, leanest_of_all, least_memory
 from lohan_fx.workload import Workload
 
 NOT_CANDIDATES = frozenset({NAME, "checkmate", "lohan+checkmate"})
@@ -85,7 +87,8 @@ class Pareto:
         options: PlannerOptions | None = None,
     ) -> tuple[Plan, ParetoReport]:
         """The plan, and how far it may be from the best one. Raises as calling it does."""
-        return _Search(self, workload, hw, budget, options or PlannerOptions()).run()
+        with remembered_drafts():
+            return _Search(self, workload, hw, budget, options or PlannerOptions()).run()
 
 
 def candidates() -> list[str]:
@@ -266,6 +269,16 @@ class _Search:
                 continue  # it cannot fit, and large models take seconds to find that out
             self._consider(name)
 
+    def room_for_states(self) -> float:
+        """Bytes of states on the device beyond which no plan takes less of it than the leanest, if
+        nothing fits it, whatever the host memory: such plans cannot say any better what lacks."""
+        if math.isfinite(self.offers.relaxed.bound):
+            return math.inf
+        least = least_memory(self.model, replace(self.budget, host_bytes=UNLIMITED))
+        if least <= self.budget.device_bytes or self.leanest is None:
+            return math.inf
+        return self.leanest.memory.peak_bytes - least
+
     def _consider(self, name: str) -> None:
         """Offer a strategy's plan, or keep the error that it raises for lack of memory."""
         progress.report(f"pareto: trying {name}{self.offers.so_far}")
@@ -287,7 +300,8 @@ class _Search:
         args = (self.workload, self.hw, self.budget, self.options)
         if name != resident.NAME:
             return registry.get(name)(*args)
-        plans = resident.plans_around(*args, self.effort.around)
+        room = self.room_for_states()
+        plans = resident.plans_around(*args, self.effort.around, room)
         self.around = plans[1:]
         return plans[0]
 
@@ -334,9 +348,14 @@ class _Search:
             return
         exchange_choices(self.offers, self.effort.starts, self.effort.drafts)
 
+    @cached_property
+    def leanest(self) -> Draft | None:
+        """The draft with the smallest peak, however slow; None if host memory is too small."""
+        return leanest_of_all(self.model, self.budget, NAME, self.effort.lean)
+
     def lean_plan(self) -> None:
-        """The plan with the smallest peak, however slow."""
-        made = leanest_of_all(self.model, self.budget, NAME, self.effort.lean)
+        """Offer the leanest plan, or keep the error that says what it lacks."""
+        made = self.leanest
         if made is None:
             if not self.errors:  # nobody has said what lacks
                 self._consider("lohan")

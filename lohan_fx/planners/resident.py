@@ -172,9 +172,15 @@ def plans_around(
     budget: MemoryBudget,
     options: PlannerOptions,
     distance: int,
+    room: float = math.inf,
 ) -> list[Plan]:
     """The best plan, then those with up to `distance` units more or less on the device, if they
     fit: where memory is tight, Algorithm 1 may make little of a count that is better.
+
+    Args:
+        workload, hw, budget, options: as for any strategy.
+        distance: in units.
+        room: no more than so many bytes of states are resident, beside those that must be.
 
     Raises:
         InsufficientMemoryError: as strategy "lohan" does.
@@ -183,6 +189,8 @@ def plans_around(
     if there := _on_device_anyway(workload, options):
         return _plans_casting(_Casting(workload, hw, budget, options, there, casts=True), distance)
     order = _last_gradients_first(workload, options)
+    states = itertools.accumulate(workload.unit_by_name[name].state_bytes for name in order)
+    order = order[: sum(total <= room for total in states)]
     may = may_help(workload, budget, options)
     counts = _Counts(workload, hw, budget, options, order)
     errors = counts.errors

@@ -7,9 +7,11 @@ within the budget. Strategies decide *what*; this module decides *when*.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from lohan_fx.planners.registry import PlannerOptions, States, get, names
 from lohan_fx.planners.tiers import check_capacity, copies_that_fit, device_advice, swap_tiers
 from lohan_fx.planners.windows import emit_points, region_reads, unit_runs, unit_uses
 from lohan_fx.program import Program, Region, Residency, lower, regions_of, residency
-from lohan_fx.workload import MODEL_INPUT_KINDS, Workload
+from lohan_fx.workload import Workload
 
 TINY_SHIFT = 16
 """A residual is tiny if it has at most 2⁻¹⁶ of the bytes of all residuals."""
@@ -88,6 +90,13 @@ class Draft:
     memory: Residency
     load: Load
 
+    @property
+    def peaks_before_regions(self) -> bool:
+        """Whether the peak stands before all regions: there smaller regions, or fewer residuals in
+        them, change nothing, so the peak becomes no lower."""
+        first = min((region.anchor for region in self.regions), default=0)
+        return int(self.load[:first].max(initial=0)) == self.memory.peak_bytes
+
 
 def tiny_residuals(workload: Workload) -> frozenset[str]:
     """Residuals not worth a copy or a region of their own: a layer norm's statistics.
@@ -100,25 +109,8 @@ def tiny_residuals(workload: Workload) -> frozenset[str]:
 
 
 def must_save(workload: Workload) -> frozenset[str]:
-    """Residuals that no region can make again, whatever else is saved.
-
-    Those are made by ops that cannot run again, or need the result of one through values that
-    are no residuals (a mask made from random bits: the bits are gone, so the mask is saved).
-    """
-    residuals = set(workload.residuals)
-    lost: set[str] = set()
-    found: set[str] = set()
-    for op in workload.ops[: workload.num_forward_ops]:
-        if op.recomputable and not any(v in lost for v in op.reads):
-            continue
-        found.update(v for v in op.writes if v in residuals)
-        lost.update(v for v in op.writes if v not in residuals and not _free(workload, v))
-    return frozenset(found)
-
-
-def _free(workload: Workload, value: str) -> bool:
-    v = workload.values[value]
-    return v.is_output or v.kind in MODEL_INPUT_KINDS
+    """`Workload.must_save`."""
+    return workload.must_save
 
 
 def _check(
@@ -175,16 +167,19 @@ def _residual_plans(
     names: Mapping[str, str] | None,
 ) -> dict[str, ResidualPlan]:
     """Residuals without positions."""
+    made: dict[tuple[Action, Tier, str | None], ResidualPlan] = {}  # there are few, and equal ones
     plans: dict[str, ResidualPlan] = {}
     for v in workload.residuals:
-        if actions[v] == "keep":
-            plans[v] = ResidualPlan(action="keep")
-        elif actions[v] == "swap":
-            plans[v] = ResidualPlan(action="swap", tier=tiers[v])
-        else:
+        action: Action = actions[v]
+        tier: Tier = tiers[v] if action == "swap" else "device"
+        region = None
+        if action == "recompute":
             block = workload.values[v].block
             region = block if names is None else names.get(v, block)
-            plans[v] = ResidualPlan(action="recompute", region=region)
+        key = (action, tier, region)
+        if key not in made:
+            made[key] = ResidualPlan(action=action, tier=tier, region=region)
+        plans[v] = made[key]
     return plans
 
 
@@ -288,6 +283,43 @@ def load_of(workload: Workload, program: Program, memory: Residency) -> Load:
     return load
 
 
+_REMEMBERED = 300_000
+"""Ops of all that is remembered: what all strategies make of a small workload, and no more than
+some 70 MB of a large one."""
+
+_remembered: ContextVar[dict[Hashable, Any] | None] = ContextVar("remembered", default=None)
+
+
+@contextmanager
+def remembered_drafts() -> Iterator[None]:
+    """In this context no draft is made twice if it is among the last ones: most strategies end with
+    the same few choices where memory is short, and ask for them again with another device budget.
+    """
+    token = _remembered.set({})
+    try:
+        yield
+    finally:
+        _remembered.reset(token)
+
+
+_T = TypeVar("_T")
+
+
+def _once(workload: Workload, key: Hashable, make: Callable[[], _T]) -> _T:
+    """What is remembered of a workload under a key, or else is made now."""
+    kept = _remembered.get()
+    if kept is None:
+        return make()
+    key = id(workload), key
+    workload_, found = kept.pop(key, (workload, None))
+    if found is None:
+        found = make()
+    kept[key] = workload_, found  # alive, so that no other one has its id; the last to be forgotten
+    if len(kept) * len(workload.ops) > _REMEMBERED:
+        del kept[next(iter(kept))]
+    return cast("_T", found)
+
+
 def draft(
     workload: Workload,
     hw: HardwareProfile,
@@ -318,32 +350,47 @@ def draft(
     tiers.update({v: t for v, t in (choices.swap_tiers or {}).items() if v in tiers})
     sizes = {t: [workload.values[v].num_bytes for v in tiers if tiers[v] == t] for t in TIERS}
     copies = _copies(workload, budget, options, choices, unit_tiers, sizes)
-    plan = Plan(
-        strategy=strategy,
-        workload=workload.name,
-        residuals=_residual_plans(workload, actions, tiers, choices.regions),
-        units={},
-        schedule=options.update_schedule,
+    decided = _residual_plans(workload, actions, tiers, choices.regions)
+    schedule = options.update_schedule
+
+    def place() -> tuple[Plan, tuple[Region, ...]]:
+        plan = Plan(
+            strategy=strategy,
+            workload=workload.name,
+            residuals=decided,
+            units={},
+            schedule=schedule,
+        )
+        regions = regions_of(workload, plan)
+        residuals = _place_residuals(workload, decided, regions)
+        args = (unit_tiers, copies, parked, casts, schedule, regions)
+        return replace(
+            plan, residuals=residuals, units=_place_units(workload, choices, *args)
+        ), regions
+
+    def lowered() -> Draft:
+        program = lower(workload, plan, regions)
+        memory = residency(program)
+        return Draft(
+            workload=workload,
+            plan=plan,
+            regions=regions,
+            program=program,
+            memory=memory,
+            load=load_of(workload, program, memory),
+        )
+
+    key = (
+        schedule,
+        *(tuple(getattr(r, x) for r in decided.values()) for x in ("action", "tier", "region")),
+        tuple(unit_tiers[u.name] for u in workload.units),
+        tuple(sorted(choices.modes.items())),
+        *(frozenset(x) for x in (copies, parked, casts, choices.direct_gradients)),
     )
-    regions = regions_of(workload, plan)
-    plan = replace(
-        plan,
-        residuals=_place_residuals(workload, plan.residuals, regions),
-        units=_place_units(
-            workload, choices, unit_tiers, copies, parked, casts, plan.schedule, regions
-        ),
-    )
+    plan, regions = _once(workload, ("placed", key), place)
+    plan = replace(plan, strategy=strategy)
     check_capacity(workload, plan, budget)
-    program = lower(workload, plan)
-    memory = residency(program)
-    return Draft(
-        workload=workload,
-        plan=plan,
-        regions=regions,
-        program=program,
-        memory=memory,
-        load=load_of(workload, program, memory),
-    )
+    return replace(_once(workload, ("draft", key), lowered), plan=plan)
 
 
 def lean_draft(
@@ -364,7 +411,11 @@ def lean_draft(
     made = draft(*args, choices, strategy, keep_tiny=keep_tiny)
     if choices.regions is not None or made.memory.peak_bytes <= budget.device_bytes:
         return made
-    names = split_regions(workload, settle(workload, choices.actions, keep_tiny=keep_tiny))
+    if made.peaks_before_regions:
+        return made
+    actions = settle(workload, choices.actions, keep_tiny=keep_tiny)
+    key = ("regions", tuple(actions.values()))
+    names = _once(workload, key, lambda: split_regions(workload, actions))
     if all(name == workload.values[v].block for v, name in names.items()):
         return made
     parted = draft(*args, replace(choices, regions=names), strategy, keep_tiny=keep_tiny)

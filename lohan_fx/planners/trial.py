@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -159,8 +160,8 @@ def filled(model: Model, trial: Trial, target: MemoryBudget, worth: Floats, name
     return trial
 
 
-_UNLIMITED = 2**62
-"""Device bytes that every model fits into."""
+UNLIMITED = 2**62
+"""Bytes that every model fits into."""
 
 
 def leanest_draft(model: Model, budget: MemoryBudget, name: str, trials: int) -> Draft | None:
@@ -187,17 +188,21 @@ def leanest_of_all(model: Model, budget: MemoryBudget, name: str, trials: int) -
     if made is not None and made.memory.peak_bytes <= budget.device_bytes:
         return made
     found = [made]
+    limit = math.inf if made is None else made.memory.peak_bytes
+
+    def add(model: Model, budget: MemoryBudget) -> None:
+        if least_memory(model, budget) < limit + 1:  # else it is no leaner, and takes its time
+            found.append(leanest_draft(model, budget, name, trials))
+
     tiers = {"device", "ssd"} if made is None else {u.tier for u in made.plan.units.values()}
     whole = sum(unit_bytes(unit) for unit in model.workload.units)
     if tiers >= {"device", "ssd"}:  # else no unit gains a place
         for ssd in (whole, whole // 2, whole // 4, 0):  # of no budget: a smaller one's are tried
             if ssd < budget.ssd_bytes:
-                narrow = replace(budget, ssd_bytes=ssd)
-                found.append(leanest_draft(model, narrow, name, trials))
+                add(model, replace(budget, ssd_bytes=ssd))
     if model.options.states == "auto" and tiers != {"device"}:
         options = replace(model.options, states="device")
-        alone = Model(model.workload, model.hw, options)
-        found.append(leanest_draft(alone, replace(budget, ssd_bytes=0), name, trials))
+        add(Model(model.workload, model.hw, options), replace(budget, ssd_bytes=0))
     return min((made for made in found if made is not None), key=_fullness, default=None)
 
 
@@ -235,7 +240,7 @@ def _leanest(
             which leaves no room in host memory for any where there is little of it.
     """
     drafts = replace(budget, device_bytes=0)
-    budget = replace(budget, device_bytes=_UNLIMITED) if evenly else drafts
+    budget = replace(budget, device_bytes=UNLIMITED) if evenly else drafts
     host = _Host(model, budget)
     for _ in range(_ATTEMPTS):
         program = model.program(
@@ -324,5 +329,5 @@ def least_host(
 def least_memory(model: Model, budget: MemoryBudget) -> float:
     """Device bytes that no plan undercuts, however many there are; infinite if host memory or SSD
     is too small."""
-    budget = replace(budget, device_bytes=_UNLIMITED)  # units may all be there: no buffers for SSD
+    budget = replace(budget, device_bytes=UNLIMITED)  # units may all be there: no buffers for SSD
     return solve(model.program(budget, least_memory=True), model.leanest).bound

@@ -6,12 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from lohan_fx.program import Region
-from lohan_fx.workload import Op, Workload
-
-
-def _units_read(workload: Workload, op: Op) -> set[str]:
-    values = (workload.values[v] for v in op.reads)
-    return {v.unit for v in values if v.kind == "parameter" and v.unit is not None}
+from lohan_fx.workload import Workload
 
 
 def unit_uses(workload: Workload, regions: Iterable[Region] = ()) -> dict[str, list[int]]:
@@ -20,7 +15,7 @@ def unit_uses(workload: Workload, regions: Iterable[Region] = ()) -> dict[str, l
     What a recompute region reads counts at the op that the region stands before.
     """
     found: dict[str, set[int]] = {unit.name: set() for unit in workload.units}
-    of_op = [_units_read(workload, op) for op in workload.ops]
+    of_op = workload.units_read
     for i, units in enumerate(of_op):
         for unit in units:
             found[unit].add(i)
