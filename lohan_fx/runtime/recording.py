@@ -6,9 +6,8 @@ stretch of compute between two waits leaves one span.
 
 from __future__ import annotations
 
-import threading
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +18,7 @@ Stamp = torch.cuda.Event | float
 """A moment: an event on the stream that was current, or seconds of the host's clock."""
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
+class Label(NamedTuple):
     """What a transfer is about: kind and name of its instruction, and where that stands."""
 
     kind: str
@@ -28,24 +26,14 @@ class Label:
     phase: StepPhase
 
 
-@dataclass(slots=True)
-class _Raw:
-    lane: Lane
-    label: Label
-    start: Stamp
-    end: Stamp
-    num_bytes: int
-
-
 class Recorder:
-    """Collects the spans of one step. Thread-safe."""
+    """Collects the spans of one step, as tuples in a list, to which any thread may append: what
+    this costs is the launching thread's time. Names are made when all is over."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._raw: list[_Raw] = []
-        self._lock = threading.Lock()
+        self._raw: list[tuple[Lane, Label | StepPhase, Stamp, Stamp, int]] = []
         self._segment: Stamp | None = None
-        self._count = 0
         self.phase: StepPhase = "forward"
         if self._cuda:
             torch.cuda.synchronize()
@@ -62,8 +50,7 @@ class Recorder:
         return event
 
     def add(self, lane: Lane, label: Label, start: Stamp, end: Stamp, num_bytes: int = 0) -> None:
-        with self._lock:
-            self._raw.append(_Raw(lane, label, start, end, num_bytes))
+        self._raw.append((lane, label, start, end, num_bytes))
 
     # -- the compute lane --------------------------------------------------------------------
 
@@ -75,9 +62,7 @@ class Recorder:
         """Compute, on this stream, pauses here, for an op of ours."""
         now = self.mark(stream)
         if self._segment is not None:
-            label = Label("compute", f"segment {self._count}", self.phase)
-            self.add("gpu", label, self._segment, now)
-            self._count += 1
+            self._raw.append(("gpu", self.phase, self._segment, now, 0))
             self._segment = None
         return now
 
@@ -87,20 +72,23 @@ class Recorder:
         """Everything recorded so far, in seconds since the recorder was made."""
         if self._cuda:
             torch.cuda.synchronize()
-        with self._lock:
-            raw = list(self._raw)
-        spans = []
-        for r in raw:
-            start, end = self._seconds(r.start), self._seconds(r.end)
+        spans, count = [], 0
+        for lane, what, start, end, num_bytes in tuple(self._raw):
+            if isinstance(what, Label):
+                label = what
+            else:  # the phase of a stretch of compute
+                label = Label("compute", f"segment {count}", what)
+                count += 1
+            start_s, end_s = self._seconds(start), self._seconds(end)
             spans.append(
                 Span(
-                    lane=r.lane,
-                    name=r.label.name,
-                    kind=r.label.kind,
-                    start_s=start,
-                    end_s=max(start, end),
-                    num_bytes=r.num_bytes,
-                    phase=r.label.phase,
+                    lane=lane,
+                    name=label.name,
+                    kind=label.kind,
+                    start_s=start_s,
+                    end_s=max(start_s, end_s),
+                    num_bytes=num_bytes,
+                    phase=label.phase,
                 )
             )
         compute = lane_name("gpu", "cuda" if self._cuda else "cpu")
