@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import lohan_fx
 from lohan_fx.api import LohanModule
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.runtime.trials import Trials
 from lohan_fx.runtime.updates import Updater
 from tests.models import loss_of, make
 from tests.training import Squeezed, Training, identical, remember_captures, training_of
@@ -38,6 +40,15 @@ def updater_of(model: LohanModule) -> Updater:
     assert model.lohan.memory is not None
     assert model.lohan.memory.updater is not None
     return model.lohan.memory.updater
+
+
+def wait_until_begun(trials: Trials, count: int | None = None) -> None:
+    """Wait until so many trials of this step (all) have begun: others would not be accepted."""
+    deadline = time.monotonic() + 30
+    opened = list(trials._open)
+    while sum(trial.begun for trial in opened) < (len(opened) if count is None else count):
+        assert time.monotonic() < deadline
+        time.sleep(1e-4)
 
 
 def evaluate(name: str, model: nn.Module, inputs: dict[str, Any]) -> Tensor:

@@ -52,6 +52,7 @@ from tests.loops import (
     evaluate,
     sometimes,
     updater_of,
+    wait_until_begun,
     windows,
 )
 from tests.models import loss_of, make
@@ -65,15 +66,6 @@ __all__ = ["judged"]  # a fixture
 NEVER = 1e9
 """A norm that no gradient of these models has."""
 SPECULATIVE: dict[str, Any] = {"states": "host", "schedule": "speculative"}
-
-
-def wait_until_begun(trials: Trials, count: int | None = None) -> None:
-    """Wait until so many trials of this step (all) have begun: others would not be accepted."""
-    deadline = time.monotonic() + 30
-    opened = list(trials._open)
-    while sum(trial.begun for trial in opened) < (len(opened) if count is None else count):
-        assert time.monotonic() < deadline
-        time.sleep(1e-4)
 
 
 class Watch:

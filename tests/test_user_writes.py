@@ -636,14 +636,14 @@ def test_an_interrupt_leaves_no_forward_to_go_on_from(
     train(model, optimizer, 0)
     loss = model(**batch(1))
     other_memory(net)
-    take_over = UnitStates.take_over
+    copy_written = UnitStates.copy_written
 
     def interrupted(states: UnitStates, written: Collection[int], *, compare: bool) -> bool:
-        take_over(states, written, compare=compare)
+        copy_written(states, written, compare=compare)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(UnitStates, "take_over", interrupted)
+        patch.setattr(UnitStates, "copy_written", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model.lohan.take_over()
     with pytest.raises(StepError, match="weights were updated, loaded or written between"):

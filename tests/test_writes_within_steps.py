@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lohan_fx.errors import StepError
 from lohan_fx.hardware import HardwareProfile
 from tests.casting import ALWAYS, HARD, KEPT, NEVER
-from tests.loops import assert_same, compiled
+from tests.loops import assert_same, compiled, updater_of, wait_until_begun
 from tests.training import WithCopies, alternating, identical, remember_captures
 
 WIDTH = 8
@@ -247,6 +247,90 @@ def test_trials_that_are_redone(at: str, hw: HardwareProfile) -> None:
     assert all(map(identical, loop("speculative"), loop("serial")))
 
 
+class TwoHeads(Net):
+    """One of them is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize("write", [in_place, other_memory])
+@pytest.mark.parametrize("states", ["host", "ssd"])
+@pytest.mark.parametrize("options", AT_ONCE, ids=str)
+def test_what_no_update_touches(
+    options: dict[str, Any], states: str, write: Write, hw: HardwareProfile
+) -> None:
+    """It may be written before the step whatever the schedule: updates leave it as it is."""
+    torch.manual_seed(7)
+    plain = TwoHeads()
+    net = copy.deepcopy(plain)
+    its = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    model = compiled(net, optimizer, hw, states=states, **options)
+    for seed in range(3):
+        for k in range(options.get("accumulate", 1)):
+            wanted, found = plain(**batch(10 * seed + k)), model(**batch(10 * seed + k))
+            assert identical(found, wanted)
+            wanted.backward()
+            found.backward()
+        if seed == 1:
+            write(plain.other.weight)
+            write(net.other.weight)
+        for used in (its, optimizer):
+            used.step()
+            used.zero_grad()
+    model.lohan.close()
+    assert_same(net, optimizer, plain, its)
+
+
+def test_backward_reads_what_forward_did(hw: HardwareProfile) -> None:
+    """A write that is taken over before backward brings no other along, which nobody counts, into
+    the copies that backward reads."""
+
+    def trained(*, unseen: bool) -> Tensor:
+        ours = Ours(hw, "bf16")
+        ours.step(0)
+
+        def between() -> None:
+            in_place(ours.net.last.bias)
+            if unseen:
+                data(ours.net.last.weight)
+
+        ours.step(1, between)
+        ours.model.lohan.close()
+        return ours.net.first.weight.detach()
+
+    assert identical(trained(unseen=True), trained(unseen=False))
+
+
+def test_units_that_move_while_a_forward_waits(hw: HardwareProfile) -> None:
+    """Their parameters are elsewhere then, but nobody has written into them."""
+
+    def trained(*, move: bool) -> list[Tensor]:
+        options = {"schedule": "speculative", "clip_grad_norm": NEVER, "forwards": 2}
+        ours = Ours(hw, "bf16", **options)
+
+        def accepted() -> None:
+            trials = updater_of(ours.model).trials
+            assert trials is not None
+            wait_until_begun(trials)
+
+        ours.step(0, before_step=accepted)
+        loss = ours.model(**batch(1))
+        ours.model.lohan.sync()
+        memory = ours.model.lohan.memory
+        assert any(states.away for states in memory.states.units)
+        if move:
+            memory.drop_spares()
+        loss.backward()
+        ours.optimizer.step()
+        ours.model.lohan.close()
+        return [loss.detach(), *ours.net.parameters()]
+
+    assert all(map(identical, trained(move=True), trained(move=False)))
+
+
 @pytest.mark.parametrize("at", ["backward", "step"])
 @pytest.mark.parametrize("write", [in_place, other_memory])
 def test_masters_that_no_parameter_shows(write: Write, at: str, hw: HardwareProfile) -> None:
@@ -319,9 +403,10 @@ def test_written_when_backward_has_updated_it(
     with pytest.raises(StepError, match=r"parameter first\.bias was written between backward and"):
         ours.step(1, before_step=lambda: write(ours.net.first.bias))
     ours.optimizer.zero_grad()
-    ours.model.lohan.sync()
-    ours.model.lohan.take_over()
-    assert identical(ours.model(**batch(2)).detach(), loss_of(ours.net, "bf16", batch(2)))
+    found = ours.model(**batch(2))
+    assert identical(found.detach(), loss_of(ours.net, "bf16", batch(2)))
+    found.backward()
+    ours.optimizer.step()
     ours.model.lohan.close()
 
 

@@ -316,15 +316,17 @@ def _reachable(
     }
     half = halves.backward
     constants = half.graph.find_nodes(op="get_attr") if half is not None else ()
+    read_late = [
+        (s.name, states.parameters[i], (states, i))
+        for states in memory.states.units
+        for i, s in enumerate(states.layout.slices)
+        if s.name in wanted
+    ]
     return Reachable(
         saved=halves.reachable,
         buffers=tuple(r.target for r in halves.backward_inputs if r.kind == "buffer"),
         constants=tuple((n.target, getattr(half, n.target)) for n in constants),
-        parameters=tuple(
-            (s.name, weakref.ref(p))
-            for states in memory.states.units
-            for s, p in zip(states.layout.slices, states.parameters, strict=True)
-            if s.name in wanted
-        ),
+        parameters=tuple((name, weakref.ref(p)) for name, p, _ in read_late),
+        places=tuple(place for *_, place in read_late),
         uncounted=memory.states.uncounted,
     )

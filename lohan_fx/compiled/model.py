@@ -225,9 +225,8 @@ class CompiledModel:
         nothing.)
 
         Where a compute copy changed that backward reads, a forward that waits for it can have none
-        any more; nor where one of the same unit was written, if nobody counted that. Where there
-        are no copies (``dtype=None``, units that cast) nobody notices that what backward reads was
-        written, as in plain PyTorch.
+        any more. Where there are no copies (``dtype=None``, units that cast) nobody notices that
+        what backward reads was written, as in plain PyTorch.
 
         Args:
             uncounted: look for such writes. Without, this does what forward does.

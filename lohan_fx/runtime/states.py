@@ -52,8 +52,12 @@ def _take_states(states: UnitStates, optimizer: torch.optim.Optimizer) -> None:
     release_state(optimizer, states.parameters)
 
 
-def _written(units: Collection[UnitStates]) -> list[tuple[UnitStates, Collection[int]]]:
-    """The parameters that user code wrote into, or may have, of units that have such."""
+Written = tuple[UnitStates, Collection[int]]
+"""A unit, and the parameters of it that user code wrote into, or may have."""
+
+
+def _written(units: Collection[UnitStates]) -> list[Written]:
+    """Of units that have such."""
     parameters = [p for states in units for p in states.parameters]
     if (  # at once: asking unit by unit takes longer
         versions_of(parameters) == [v for states in units for v in states.versions]
@@ -272,12 +276,11 @@ class ModelStates:
             )
         self._copy_written(written)
 
-    def written_before_update(self) -> list[tuple[UnitStates, Collection[int]]]:
-        """The parameters that user code wrote into since forward took over what was written, and
-        that our optimizer updates: unit by unit."""
+    def written_before_update(self) -> list[Written]:
+        """What was written since forward took over what was, and our optimizer updates."""
         return _written(self.trained)
 
-    def take_over(self, written: Iterable[tuple[UnitStates, Collection[int]]]) -> None:
+    def copy_written(self, written: Iterable[Written]) -> None:
         """Take over what `written_before_update` found, and no more: backward may be about to read
         the rest. Nothing runs that reads these parameters."""
         self._copy_written(written, compare=False)
@@ -286,15 +289,13 @@ class ModelStates:
         """Take over what user code wrote where nobody counts: all weights are read."""
         self._copy_written((states, ()) for states in self.units)
 
-    def _copy_written(
-        self, written: Iterable[tuple[UnitStates, Collection[int]]], *, compare: bool = True
-    ) -> None:
+    def _copy_written(self, written: Iterable[Written], *, compare: bool = True) -> None:
         """Take over these parameters of units, and note what no version counts: a backward that is
         to come and reads it would not be that of its forward."""
         before, stored = self.generation, False
         self.generation += 1  # first: an interrupt may leave some copied
         for states, which in written:
-            copied = states.take_over(which, compare=compare)
+            copied = states.copy_written(which, compare=compare)
             slices = states.layout.slices
             self.uncounted.update(slices[i].name for i, counted in copied.items() if not counted)
             if states.on_ssd:

@@ -221,7 +221,7 @@ class UnitStates:
         address = flat.data_ptr() + self.layout.slices[i].offset * flat.element_size()
         return bool(p.data_ptr() != address or p.device != flat.device)
 
-    def take_over(self, written: Collection[int], *, compare: bool = True) -> dict[int, bool]:
+    def copy_written(self, written: Collection[int], *, compare: bool = True) -> dict[int, bool]:
         """Copy what user code wrote into the flats that it did not write into itself.
 
         Other parameters keep their masters, which are more than their compute copies, unless they

@@ -45,7 +45,7 @@ from lohan_fx.runtime.lane import RankedLane, Ticket
 from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.param_groups import same_hyperparameters, snapshot_hyperparameters
 from lohan_fx.runtime.state_pipeline import StatePipeline
-from lohan_fx.runtime.states import ModelStates
+from lohan_fx.runtime.states import ModelStates, Written
 from lohan_fx.runtime.trials import Trial, Trials
 from lohan_fx.runtime.unit_gradients import UnitGradients
 from lohan_fx.runtime.unit_jobs import STOPPED, UnitJobs, there
@@ -121,6 +121,7 @@ class Updater:
         )
         self._held: list[UnitGradients] = []
         self._emitted: list[tuple[UnitStates, list[bool]]] = []
+        self._updating: dict[int, list[bool]] = {}  # by backward: unit → which parameters
         self._tried: list[Trial] = []  # which add in passing
         self.trials: Trials | None = None
         if schedule == "speculative":
@@ -155,7 +156,7 @@ class Updater:
         sums = frozenset(s.index for s in self._states.trained if any(s.sums))
         self._pipeline.expect(sums if self._adds_up else None)
         if self._last:
-            self._take_writes()  # before units are read
+            self._copy_written(self._states.written_before_update())  # before units are read
         if self.trials is not None:
             self.trials.begin(self._optimizer, self._jobs.rank, last=self._last)
         if self._updates_now:
@@ -164,16 +165,26 @@ class Updater:
         if self._updates_now or self._adds_up:
             self._pipeline.begin([self._states.units[i] for i in order])
 
-    def _take_writes(self) -> None:
+    def _copy_written(self, written: Sequence[Written]) -> None:
         """Updates go on from what parameters show: take over what user code wrote into them since
         forward. Backward reads none of these parameters any more, or it would have been refused."""
-        written = self._states.written_before_update()
         if not written:
             return
         if self.trials is not None:
             self.trials.distrust({states.index for states, _ in written})
         self._settle_compute()  # it may be in forward still
-        self._states.take_over(written)
+        self._states.copy_written(written)
+
+    def _overtaken(self, written: Sequence[Written]) -> str | None:
+        """One of these parameters that backward has begun to update; None if there is none. A unit
+        on an SSD comes back as a whole."""
+        for states, which in written:
+            if states.index not in self._updating:
+                continue
+            for i in which:
+                if self._updating[states.index][i] or states.on_ssd:
+                    return states.layout.slices[i].name
+        return None
 
     @property
     def _updates_now(self) -> bool:
@@ -266,6 +277,9 @@ class Updater:
                 self.trials.submit(given, arrival)
             self._held.append(given)
             return
+        self._updating[states.index] = [
+            has or g is not None for has, g in zip(states.sums, gradients, strict=True)
+        ]
         states.sums = [False] * len(states.sums)
         self._jobs.start(given, borrowed)
 
@@ -297,7 +311,8 @@ class Updater:
             whether there was a step: gradients, even if they are not finite and it is left out.
 
         Raises:
-            StepError: hyperparameters are others than those that updates in backward had.
+            StepError: hyperparameters are others than those that updates in backward had, or
+                parameters were written that backward has updated.
             as `join`.
         """
         kept = self._accumulation.kept
@@ -316,9 +331,16 @@ class Updater:
                 given = []
                 if self.trials is not None:
                     self.trials.drop()
-        written = self._states.written_before_update() if begun else []
-        if given and not begun:
-            self._take_writes()
+        written = self._states.written_before_update() if ends_step else []
+        overtaken = self._overtaken(written)
+        if written and given:
+            if retries:
+                self.settle()  # units may be updated still, from before an interrupt
+            updated = {
+                *self._updates.begun,
+                *(self._states.units[i].unit.name for i in self._updating),
+            }
+            self._copy_written([w for w in written if w[0].unit.name not in updated])
         self._held = given  # an interrupt may strike anywhere: a next call goes on from here
         self._tried.clear()
         self._norms.bounds.clear()
@@ -341,6 +363,8 @@ class Updater:
         self.pending = False
         self._accumulation.count = 0
         self._states.gradients.expect_scaled()
+        if written and begun:
+            self.join()  # so that the next forward can take over the rest
         if changed:
             raise StepError(
                 "the optimizer's hyperparameters were changed between backward and "
@@ -349,13 +373,11 @@ class Updater:
                 "scheduler after optimizer.step() does), or compile with schedule='deferred' or "
                 "'serial', or gradients='kept'"
             )
-        if written:
-            states, which = written[0]
-            name = states.layout.slices[min(which)].name
+        if overtaken is not None:
             raise StepError(
-                f"parameter {name} was written between backward and optimizer.step(), but with "
-                f"schedule {self.schedule!r} backward had begun to update it: this step is done, "
-                "and one of the two is lost. Write into parameters before forward or after "
+                f"parameter {overtaken} was written between backward and optimizer.step(), but "
+                f"with schedule {self.schedule!r} backward had begun to update it: this step is "
+                "done, and one of the two is lost. Write into parameters before forward or after "
                 "optimizer.step(), or compile with schedule='serial' or 'deferred', or "
                 "gradients='kept'"
             )
@@ -649,6 +671,7 @@ class Updater:
         self._updates.clear()
         self._held.clear()
         self._emitted.clear()
+        self._updating.clear()
         self._tried.clear()
         self._offload.clear()
         self._pipeline.clear()

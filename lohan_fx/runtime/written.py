@@ -4,8 +4,9 @@ Autograd counts the writes into what it saves and refuses a backward through wha
 program saves in its own hands, and reads parameters again, so it has to count itself. Updates are
 no writes that a tensor counts, nor are weights that a checkpoint brings: see
 `ModelStates.generation`. What is written through ``.data`` nobody counts, autograd neither; where
-a compute copy follows it, `ModelStates.uncounted` does. Other memory (``p.data = …``) has another
-address. (Autograd goes on then, with what the parameter had or with what it has, op by op.)
+a compute copy follows it, `ModelStates.uncounted` does. Other memory (``p.data = …``) lies
+elsewhere than the unit shows it. (Autograd goes on then, with what the parameter had or with what
+it has, op by op.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from lohan_fx._compat import versions_of
 from lohan_fx.errors import StepError
-from lohan_fx.runtime.unit_states import addresses_of
+from lohan_fx.runtime.unit_states import UnitStates, addresses_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Reachable:
         buffers: their names.
         constants: tensors that the graph holds, and their names in it.
         parameters: by name; autograd's graph of a step must not keep them.
+        places: of each of them: its unit, and which one of it.
         uncounted: see `ModelStates`.
     """
 
@@ -37,16 +39,26 @@ class Reachable:
     buffers: tuple[str, ...]
     constants: tuple[tuple[str, Tensor], ...]
     parameters: tuple[tuple[str, weakref.ref[nn.Parameter]], ...]
+    places: tuple[tuple[UnitStates, int], ...]
     uncounted: Mapping[str, int]
 
     def versions(self, saved: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[int]:
-        """How often each was written so far, and where parameters lie; those that were deleted are
-        left out."""
+        """How often each was written so far; those of deleted parameters are left out."""
         parameters = [p for _, ref in self.parameters if (p := ref()) is not None]
         own = (saved[index] for index, _ in self.saved)
-        tensors = [*own, *buffers, *(c for _, c in self.constants), *parameters]
-        uncounted = [self.uncounted.get(name, 0) for name, _ in self.parameters]
-        return versions_of(tensors) + addresses_of(parameters) + uncounted
+        counted = versions_of([*own, *buffers, *(c for _, c in self.constants), *parameters])
+        return counted + [self.uncounted.get(name, 0) for name, _ in self.parameters]
+
+    def _moved(self) -> list[str]:
+        """Parameters that user code gave other memory, which nobody has taken over."""
+        places = zip(self.parameters, self.places, strict=True)
+        here = [(name, p, place) for (name, ref), place in places if (p := ref()) is not None]
+        now = addresses_of(p for _, p, _ in here)
+        return [
+            name
+            for (name, _, (states, i)), address in zip(here, now, strict=True)
+            if states.addresses[i : i + 1] != [address]  # none: interrupted while it moved
+        ]
 
     def check(
         self, saved: Sequence[Tensor], buffers: Sequence[Tensor], before: Sequence[int]
@@ -56,19 +68,18 @@ class Reachable:
         Raises:
             StepError: names what was.
         """
-        now = self.versions(saved, buffers)
-        if now == before:
+        now, moved = self.versions(saved, buffers), self._moved()
+        if now == before and not moved:
             return
-        parameters = [f"parameter {name}" for name, ref in self.parameters if ref() is not None]
         names = [
             *(what for _, what in self.saved),
             *(f"buffer {name}" for name in self.buffers),
             *(f"constant {name} of forward" for name, _ in self.constants),
-            *parameters,
-            *parameters,
+            *(f"parameter {name}" for name, ref in self.parameters if ref() is not None),
             *(f"parameter {name}" for name, _ in self.parameters),
         ]
         written = [n for n, a, b in zip(names, before, now, strict=True) if a != b]
+        written += [f"parameter {name}" for name in moved]
         written = [*dict.fromkeys(written)]  # a parameter may be there more than once
         raise changed(f"{', '.join(written[:3])}{' …' if len(written) > 3 else ''} was written")
 
