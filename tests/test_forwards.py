@@ -411,7 +411,7 @@ def test_programs_leave_room_for_what_waits_of_others(
     made.lohan.close()
 
 
-@pytest.mark.parametrize("first", ["training", "evaluation", "smaller batches"])
+@pytest.mark.parametrize("first", ["training", "evaluation", "prepared", "smaller batches"])
 def test_evaluations_leave_room_whichever_comes_first(
     first: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,7 +439,8 @@ def test_evaluations_leave_room_whichever_comes_first(
         made.lohan.prepare(**fewer)
     before = None
     if first != "training":
-        evaluate("gpt2", made, inputs)
+        with torch.no_grad():
+            made.lohan.prepare(**inputs) if first == "prepared" else made(**inputs)
         before = evaluation()
         made.lohan.prepare(**inputs)
     loss = loss_of("gpt2", made(**inputs))
@@ -456,6 +457,7 @@ def test_evaluations_leave_room_whichever_comes_first(
     optimizer.step()
     made.lohan.prepare(**fewer)  # whose forwards hold less
     assert evaluation() is found
+    assert made.lohan._programs.num_evaluations == 1
     made.lohan.close()
 
 

@@ -171,14 +171,22 @@ def fitting_plan(
     return plan if not others or beside == ALONE else _with_room_for(0, plan)
 
 
+_NO_MORE_ROOM = "no plan was found that leaves more room"
+
+
 def _with_room_for(count: int, plan: Plan) -> Plan:
     """The plan, with a note that says how many forwards of other programs it has room for."""
     which = f"more than {count} of the forwards" if count else "forwards"
     note = (
         f"while {which} of other shapes or modes wait for their backward, this program may exceed "
-        "the device budget: no plan was found that leaves more room"
+        f"the device budget: {_NO_MORE_ROOM}"
     )
     return dataclasses.replace(plan, notes=(*plan.notes, note))
+
+
+def leaves_too_little(plan: Plan) -> bool:
+    """Whether a note says that no plan leaves room for all that may wait."""
+    return any(note.endswith(_NO_MORE_ROOM) for note in plan.notes)
 
 
 def _plan_once(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lohan_fx.compiled.building import Builder
-from lohan_fx.compiled.fitting import PREPARE
+from lohan_fx.compiled.fitting import PREPARE, leaves_too_little
 from lohan_fx.compiled.notices import Notices
 from lohan_fx.compiled.programs import CompiledProgram, Programs
 from lohan_fx.compiled.structure import Seen
@@ -54,6 +54,7 @@ class Lookup:
             settled = bool(kept) and not any(k.grad for k in kept)
             held = self._builder.beside().waiting
             found = kept[key] = self._builder.make(args, kwargs, key.grad)
+            programs.num_evaluations += not key.grad
             self._make_room(held)
             if settled and key.grad:
                 self._notices.say(
@@ -75,7 +76,9 @@ class Lookup:
             return
         left = options.budget.device_bytes - options.forwards * waiting
         for key, program in [*programs.by_signature.items()]:
-            if not key.grad and program.memory.peak_bytes > left:
+            if key.grad or leaves_too_little(program.plan):  # no plan leaves more
+                continue
+            if program.memory.peak_bytes > left:
                 del programs.by_signature[key]
                 program.executor.retire()
                 programs.num_evaluations -= 1
@@ -96,10 +99,10 @@ class Lookup:
                 "are evaluated op by op, without a plan",
             )
             return None
-        programs.num_evaluations += 1
         try:
             return self.program(args, kwargs, key)
         except CaptureError as error:
+            programs.num_evaluations += 1
             self._notices.say("uncaptured", f"evaluating op by op, without a plan: {error}")
             self._uncapturable.add(key)
             return None
