@@ -18,7 +18,7 @@ class Case:
     """One model and batch. `cap` is lohan_fx's device memory in GiB, all of the card if None;
     `host` its host memory. With `ssd` states and swapped activations are on the SSD. Without
     `recompute` plain training keeps all activations. `goals` says what share of whose speed
-    lohan_fx is to reach, "disk" being the floor of the disk's own rates."""
+    lohan_fx is to reach, "disk" being that of the disk's own rates, if all states cross it."""
 
     shape: Shape
     batch: int

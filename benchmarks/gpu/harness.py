@@ -20,6 +20,9 @@ from lohan_fx.hardware import HardwareProfile
 
 Batch = tuple[Tensor, Tensor]
 
+RECORDED_STEPS = 4
+"""What speed.py records at once."""
+
 
 def profiled(
     path: Path | None, *, ssd: Sequence[str] = (), device: str | None = None

@@ -3,9 +3,9 @@
     python benchmarks/gpu/speed.py 2.78B-b8 [CASE…] [--systems plain,ours] [--hw FILE] [--out FILE]
 
 Every system trains the same GPT on the same batches; ratios are within this run. lohan_fx is
-capped by `torch.cuda.set_per_process_memory_fraction`; plain training is not. Each system of each
-case has a process and compile caches of its own: none meets what another left behind, and one that
-dies, for lack of host memory say, is a row of the table. `--systems` with one name runs it here.
+capped by `torch.cuda.set_per_process_memory_fraction`; plain training is not. Where several are run
+each has a process of its own, with an empty cache for what Inductor compiles: none meets what
+another left behind, and one that dies, for lack of host memory say, is a row of the table.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import pickle
+import re
 import signal
 import statistics
 import subprocess
@@ -29,7 +30,7 @@ import baselines
 import psutil
 import torch
 from cases import CASES, Case
-from harness import Batch, Ours, Timing, batches, ours, profiled, timed
+from harness import RECORDED_STEPS, Batch, Ours, Timing, batches, ours, profiled, timed
 from optimizer import BYTES_PER_PARAM, HostMemory, host_memory
 from table import show
 
@@ -42,6 +43,7 @@ from lohan_fx.timeline import Timeline, save_trace
 
 GIB = 2**30
 RECORDINGS = 4
+"""So often steps are recorded, and timed without, by turns."""
 
 
 BASELINES: dict[str, Callable[[Case], baselines.Step]] = {
@@ -122,7 +124,7 @@ def run_ours(
         print(f"{name} ours: {timing.step_s(options.skip):.4f} s", flush=True)
         rss = psutil.Process().memory_info().rss
         recording_costs, real, op_seconds, optimizer = None, None, {}, {}
-        if memory is not None:
+        if memory is not None and len(data) > 1:  # the first of recorded steps is not timed
             recording_costs, real = recorded(run, data, f"recorded {name}")
             sizes = {u.name: u.num_params for u in run.lohan.program().workload.units}
             optimizer = optimizer_beside(real, sizes, memory)
@@ -176,9 +178,9 @@ def recorded(run: Ours, data: list[Batch], name: str) -> tuple[float, Timeline]:
     without it take turns: from one minute to the next the host's speed differs by more."""
     without, beside = [], []
     for _ in range(RECORDINGS):
-        without += timed(run.step, data[:4]).seconds[1:]
+        without += timed(run.step, data[:RECORDED_STEPS]).seconds[1:]
         with run.lohan.record() as recorder:
-            beside += timed(run.step, data[:4]).seconds[1:]
+            beside += timed(run.step, data[:RECORDED_STEPS]).seconds[1:]
     costs = statistics.median(beside) / statistics.median(without) - 1
     return costs, recorder.timeline(name)
 
@@ -298,17 +300,19 @@ def run_apart(name: str, system: str, options: argparse.Namespace, hw: Path) -> 
         command = [sys.executable, __file__, name, "--systems", system, "--out", str(out)]
         command += ["--hw", str(hw), *passed_on(options)]
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{temporary}/inductor"}
-        last = ""
+        last, error = "", ""
         with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             for line in process.stderr:
                 print(line, end="", file=sys.stderr, flush=True)
                 last = line.strip() or last
+                if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line):  # warnings may follow it
+                    error = line.strip()
         if process.returncode == 0:
             found: dict[str, Any] = json.loads(out.read_text())
             return found
     code = process.returncode
-    reason = f"killed by {signal.Signals(-code).name}" if code < 0 else last
+    reason = f"killed by {signal.Signals(-code).name}" if code < 0 else error or last
     print(f"{name} {system} failed: {reason}", flush=True)
     return {"cases": {name: {system: {"failed": reason}}}}
 
