@@ -317,7 +317,7 @@ def _reachable(
     half = halves.backward
     constants = half.graph.find_nodes(op="get_attr") if half is not None else ()
     read_late = [
-        (s.name, states.parameters[i], (states, i))
+        (s.name, states.parameters[i], (weakref.ref(states), i))
         for states in memory.states.units
         for i, s in enumerate(states.layout.slices)
         if s.name in wanted

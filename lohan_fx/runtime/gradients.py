@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -160,6 +160,17 @@ class Gradients:
                 elif given.zeroed:
                     states.sums[i] = False
         return any(any(states.sums) for states in self._units)
+
+    def reset(self, has: Mapping[int, Sequence[bool]]) -> list[tuple[str, bool]]:
+        """Of the parameters that have a gradient of this step (by unit), those without a guard that
+        says so: names, and whether there is no ``.grad`` at all."""
+        return [
+            (states.layout.slices[i].name, p.grad is None)
+            for states in self._units
+            for i, p in enumerate(states.parameters)
+            if has[states.index][i]
+            and not (isinstance(p.grad, ConsumedGradient) and not p.grad.zeroed)
+        ]
 
     def holds_sums(self) -> bool:
         """Whether gradients were added up that no step and no zero_grad() has taken since."""

@@ -19,7 +19,7 @@ from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.workload import Unit
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class UnitStates:
     """One unit at rest.
 

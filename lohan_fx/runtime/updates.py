@@ -186,6 +186,34 @@ class Updater:
                     return states.layout.slices[i].name
         return None
 
+    def _reset_gradient(self, begun: bool) -> str | None:
+        """What was done to the ``.grad`` of a parameter that has a gradient of this step, if user
+        code has reset or replaced it; None if it has not.
+
+        Raises:
+            StepError: that is not ``zero_grad()`` of all of them, which leaves the step out, and
+                updates have not begun.
+        """
+        has = {states.index: list(states.sums) for states in self._states.trained}
+        if self.pending:
+            for states, emitted in self._emitted:
+                both = zip(has[states.index], emitted, strict=True)
+                has[states.index] = [a or b for a, b in both]
+        found = self._states.gradients.reset(has)
+        if not found:
+            return None
+        name, gone = found[0]
+        did = f"the .grad of parameter {name} was {'reset' if gone else 'replaced or zeroed'}"
+        if not begun and (
+            not all(gone for _, gone in found) or len(found) < sum(map(sum, has.values()))
+        ):
+            raise StepError(
+                f"{did} between backward and optimizer.step(): gradients are consumed, and this "
+                "step has no other. optimizer.zero_grad() leaves the whole step out; with "
+                "gradients='kept' .grad is yours"
+            )
+        return did
+
     @property
     def _updates_now(self) -> bool:
         """Whether units are updated when their gradients arrive, and that counts."""
@@ -312,15 +340,21 @@ class Updater:
 
         Raises:
             StepError: hyperparameters are others than those that updates in backward had, or
-                parameters were written that backward has updated.
+                parameters were written, or their ``.grad`` reset, that backward has updated; some
+                of the gradients were reset, or replaced.
             as `join`.
         """
         kept = self._accumulation.kept
         begun = self.pending and self._updates_now
+        reset = None if kept else self._reset_gradient(begun)
         changed = begun and not same_hyperparameters(self._updates.hyperparameters, self._optimizer)
         # of a step that failed
         retries = self._held and (kept or self._updates.begun) and not begun
         given = list(self._held) if retries else self._kept() if kept else self._left(begun)
+        if reset is not None and not begun:
+            given = []
+            if self.trials is not None:
+                self.trials.drop()
         ends_step = bool(begun or given)
         if given and not retries:
             if not begun:
@@ -372,6 +406,13 @@ class Updater:
                 "with the old ones, and this step is done: change them before backward (as a "
                 "scheduler after optimizer.step() does), or compile with schedule='deferred' or "
                 "'serial', or gradients='kept'"
+            )
+        if reset is not None and begun:
+            raise StepError(
+                f"{reset} between backward and optimizer.step(), but with schedule "
+                f"{self.schedule!r} backward had begun to update it: this step is done. Compile "
+                "with schedule='serial' or 'deferred' to leave out steps by zero_grad(), or with "
+                "gradients='kept'; skip_nonfinite=True leaves out those that are not finite"
             )
         if overtaken is not None:
             raise StepError(

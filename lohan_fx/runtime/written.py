@@ -31,7 +31,7 @@ class Reachable:
         buffers: their names.
         constants: tensors that the graph holds, and their names in it.
         parameters: by name; autograd's graph of a step must not keep them.
-        places: of each of them: its unit, and which one of it.
+        places: of each of them: its unit, which it must not keep either, and which one of it.
         uncounted: see `ModelStates`.
     """
 
@@ -39,7 +39,7 @@ class Reachable:
     buffers: tuple[str, ...]
     constants: tuple[tuple[str, Tensor], ...]
     parameters: tuple[tuple[str, weakref.ref[nn.Parameter]], ...]
-    places: tuple[tuple[UnitStates, int], ...]
+    places: tuple[tuple[weakref.ref[UnitStates], int], ...]
     uncounted: Mapping[str, int]
 
     def versions(self, saved: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[int]:
@@ -51,12 +51,16 @@ class Reachable:
 
     def _moved(self) -> list[str]:
         """Parameters that user code gave other memory, which nobody has taken over."""
-        places = zip(self.parameters, self.places, strict=True)
-        here = [(name, p, place) for (name, ref), place in places if (p := ref()) is not None]
-        now = addresses_of(p for _, p, _ in here)
+        both = zip(self.parameters, self.places, strict=True)
+        here = [
+            (name, p, states, i)
+            for (name, ref), (unit, i) in both
+            if (p := ref()) is not None and (states := unit()) is not None
+        ]
+        now = addresses_of(p for _, p, _, _ in here)
         return [
             name
-            for (name, _, (states, i)), address in zip(here, now, strict=True)
+            for (name, _, states, i), address in zip(here, now, strict=True)
             if states.addresses[i : i + 1] != [address]  # none: interrupted while it moved
         ]
 
