@@ -165,7 +165,8 @@ def _missing_step(limit: int | None) -> str:
         more = "; to add up several backwards, compile with accumulate= or gradients='kept'"
     return (
         f"{ran}, but optimizer.step() was not called since, or failed: call optimizer.step() "
-        f"before the next forward, as gradients are consumed when they appear{more}"
+        "before the next forward, as gradients are consumed when they appear (after zero_grad() it "
+        f"leaves the step out, where the schedule updates nothing before it){more}"
     )
 
 
