@@ -51,21 +51,66 @@ def test_a_kept_profile_is_that_of_this_machine(
         profiled(file)
 
 
-def test_a_system_that_dies_is_a_row_of_the_table(tmp_path: Path) -> None:
-    """Each runs in a process of its own; here none of them finds a GPU."""
-    out = tmp_path / "out.json"
+def without_gpu(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A script of the GPU benchmarks, where no GPU is to be seen."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "benchmarks/gpu/speed.py"), "2.78B-b8"]
-    command += ["--systems", "plain,save-on-cpu", "--no-refine", "--out", str(out)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(out.read_text())["cases"]["2.78B-b8"]
-    assert [*rows] == ["plain", "save-on-cpu"]
-    reason = rows["plain"]["failed"]
-    assert "CUDA" in reason or "NVIDIA" in reason
-    assert reason in done.stderr
-    assert "plain" in done.stdout
-    assert reason[:40] in done.stdout
+    command = [sys.executable, str(ROOT / "benchmarks/gpu" / script), *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def test_without_a_gpu_nothing_is_run_or_kept(tmp_path: Path) -> None:
+    """A CPU's profile in --hw would be read on the next machine that has a GPU."""
+    done = without_gpu("speed.py", "2.78B-b8", "--hw", str(tmp_path / "hw.json"), "--lean")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == "speed.py needs a CUDA GPU"
+    assert "Traceback" not in done.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"life": {}}'])
+def test_the_table_of_no_results_is_a_line(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "speed.json"
+    if text is not None:
+        file.write_text(text)
+    done = without_gpu("table.py", str(file))
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("table.py")
+    assert str(file) in line
+
+
+STAND_IN = """#!/bin/sh
+case "$*" in
+    *--systems\\ plain*) echo "warned of before"; kill -KILL $$ ;;
+    *) echo "Traceback"; echo "torch.OutOfMemoryError: of all"; echo "a warning behind it" ;;
+esac >&2
+exit 1
+"""
+
+
+def test_a_system_that_dies_is_a_row_of_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each runs in a process of its own; the others go on. In place of Python there is a script
+    that dies as systems do: killed by a signal, or of an error."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks/gpu")
+    speed = import_module("speed")
+    python, out = tmp_path / "python", tmp_path / "out.json"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    arguments = ["2.78B-b8", "--systems", "plain,save-on-cpu", "--no-refine", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["speed.py", *arguments])
+    monkeypatch.setattr("sys.executable", str(python))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    speed.main()
+    assert json.loads(out.read_text())["cases"]["2.78B-b8"] == {
+        "plain": {"failed": "killed by SIGKILL"},
+        "save-on-cpu": {"failed": "torch.OutOfMemoryError: of all"},
+    }
+    shown = capsys.readouterr()
+    assert "2.78B-b8 plain failed: killed by SIGKILL" in shown.out
+    assert "torch.OutOfMemoryError: of all" in shown.out
+    assert "a warning behind it" in shown.err, "what they say is passed on"
 
 
 def test_the_table_sets_ours_against_goals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -381,6 +381,9 @@ def parse(given: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     options = parse(sys.argv[1:])
+    if not torch.cuda.is_available():  # before --hw keeps a profile, which would be of the CPU
+        print("speed.py needs a CUDA GPU", file=sys.stderr)
+        raise SystemExit(2)
     runs = [(n, s) for n in options.cases for s in options.systems or CASES[n].systems]
     results: dict[str, Any] = {"cases": {}}
     with tempfile.TemporaryDirectory() as temporary:

@@ -75,11 +75,26 @@ def show(results: dict[str, Any]) -> None:
     Console(width=130).print(table(results))
 
 
+def load(file: Path) -> dict[str, Any]:
+    """What speed.py wrote.
+
+    Raises:
+        SystemExit: the file cannot be read, or is of something else.
+    """
+    try:
+        results = json.loads(file.read_text())
+    except (OSError, ValueError) as error:  # of JSON and of its encoding, too
+        raise SystemExit(f"table.py cannot read {file}: {error}") from None
+    if not isinstance(results, dict) or "cases" not in results:
+        raise SystemExit(f"table.py: {file} has no cases: it is not what speed.py --out writes")
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     default = Path(__file__).parent.parent / "results/speed_h200.json"
     parser.add_argument("file", type=Path, nargs="?", default=default)
-    show(json.loads(parser.parse_args().file.read_text()))
+    show(load(parser.parse_args().file))
 
 
 if __name__ == "__main__":
