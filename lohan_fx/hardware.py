@@ -27,6 +27,9 @@ DeviceKind = Literal["cpu", "cuda"]
 
 FORMAT_VERSION = 1
 
+_PAGE_BYTES = 4096
+"""No tier is laid out in less."""
+
 _LIMIT = 1e30
 """No machine has so many bytes or does so much in a second."""
 
@@ -52,9 +55,11 @@ def parse_bytes(size: int | str) -> int:
         r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size if isinstance(size, str) else "", re.IGNORECASE
     )
     if match is None or match[2].lower() not in _UNIT_BYTES:
+        short = match and re.fullmatch("([kmgt])i?", match[2], re.IGNORECASE)  # as of 20G, 20Gi
+        meant = f"; did you mean '{match[1]}{short[1].upper()}iB'? W" if match and short else ": w"
         raise ValueError(
-            f"{size!r} is no size: write whole bytes as an int, or a number with a unit such as "
-            "'300MiB', '16 GiB' or '1TB' (KiB to TiB count in 1024s, KB to TB in 1000s)"
+            f"{size!r} is no size{meant}rite whole bytes as an int, or a number with a unit such "
+            "as '300MiB', '16 GiB' or '1TB' (KiB to TiB count in 1024s, KB to TB in 1000s)"
         )
     return int(Fraction(match[1]) * _UNIT_BYTES[match[2].lower()])
 
@@ -373,10 +378,16 @@ class MemoryBudget:
                 asked[tier] = parse_bytes(size)
             except ValueError as error:
                 raise HardwareError(f"memory[{tier!r}]: {error}") from error
-            if isinstance(size, str) and size.strip().isdigit() and 0 < asked[tier] < 2**20:
+            bare = isinstance(size, str) and size.strip().replace(".", "", 1).isdigit()
+            if isinstance(size, str) and bare and 0 < asked[tier] < 2**20:
                 raise HardwareError(
                     f"memory[{tier!r}]: {size!r} has no unit; did you mean '{size.strip()}GiB'? "
                     "(bytes are given as an int)"
+                )
+            if isinstance(size, int) and 0 < size < _PAGE_BYTES:
+                raise HardwareError(
+                    f"memory[{tier!r}]: {size} is bytes, as every int, and less than a page; did "
+                    f"you mean '{size}GiB'?"
                 )
 
         limit = dict(have)

@@ -1065,7 +1065,7 @@ def test_a_refused_model_leaves_nothing(hw: HardwareProfile) -> None:
     def refused() -> None:
         model, inputs = make("mlp")
         optimizer = training_of("adam", model).optimizer
-        for memory in ({"device": 100}, {"host": 100}, {"ssd": 100}):
+        for memory in ({"device": 4096}, {"host": 4096}, {"ssd": 4096}):
             made = lohan_fx.compile(
                 model, hw=hw, optimizer=optimizer, memory=memory, states="ssd", swap_to="ssd"
             )
