@@ -140,17 +140,21 @@ class _Piece:
         self.entry.update(self.views)
 
 
+def default_limit(device: torch.device) -> int:
+    """Most elements to update at a time on a device, where nobody says how many."""
+    if device.type != "cpu":
+        return sys.maxsize
+    return max(2**20, 2**15 * torch.get_num_threads())  # kernels give a thread no fewer than 2**15
+
+
 def _limit(
     master: Tensor, unit_elements: int, chunk_elements: int | None, scratch: Tensor | None
 ) -> int:
     """Most elements to update at a time."""
     if chunk_elements is not None:
         limit = -(-chunk_elements // _ALIGNMENT) * _ALIGNMENT
-    elif master.device.type == "cpu":
-        # Kernels give a thread no fewer than 2**15 elements.
-        limit = max(2**20, 2**15 * torch.get_num_threads())
     else:
-        limit = sys.maxsize
+        limit = default_limit(master.device)
     if scratch is None:
         return limit
     if scratch.dtype != master.dtype or scratch.device != master.device or scratch.dim() != 1:

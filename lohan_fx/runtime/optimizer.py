@@ -90,6 +90,10 @@ class UnitOptimizer:
         planned = self._planned if index is None else (self._planned[index],)
         return tuple(dict.fromkeys(name for layout in planned for name in layout.scalars))
 
+    def scalar_bytes(self, index: int) -> int:
+        """Bytes of the scalar state that there is of one parameter."""
+        return sum(value.nbytes for value in (self._scalars[index] or {}).values())
+
     def scalar_state(self) -> ScalarState:
         """Return the scalar state of all parameters, for a checkpoint."""
         return [

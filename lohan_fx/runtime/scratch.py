@@ -2,13 +2,15 @@
 
 The unit's update runs on fake tensors of the real shapes, and every storage that an op makes is
 counted for as long as it lives. So the figure is that of the user's own optimizer with its options,
-and of the chunks in which the unit is updated; no update rule is written down here.
+and of the chunks in which the unit is updated; no update rule is written down here. Of the chunks
+of a large parameter only a few are rehearsed: the others add their scalar state, and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,9 +23,13 @@ from lohan_fx._compat import (
     StorageWeakRef,
     TorchDispatchMode,
 )
-from lohan_fx.annotate import UnitLayout
+from lohan_fx.annotate import Slice, UnitLayout
+from lohan_fx.runtime.chunked_update import default_limit
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.update_values import Clip
+
+_CHUNKS = 2
+"""Full chunks of a parameter that are rehearsed, if it has more: with less it may not be cut."""
 
 
 def update_scratch_bytes(
@@ -56,13 +62,15 @@ def _rehearse(
     clips: bool,
 ) -> int:
     clip = Clip(limit=1.0) if clips else None
+    limit = default_limit(device)
+    slices = [_shortened(s, limit) for s in layout.slices]
     with mode:
         unit = UnitOptimizer(optimizer, parameters, prefer_fused=mixed)
         names = unit.state_names()
 
         def views(dtype: torch.dtype) -> list[Tensor]:
-            flat = torch.zeros(layout.numel, dtype=dtype, device=device)
-            return [flat.as_strided(s.shape, s.stride, s.offset) for s in layout.slices]
+            kind: Any = {"dtype": dtype, "device": device}
+            return [torch.empty_strided(s.shape, s.stride, **kind).zero_() for s in slices]
 
         masters = views(layout.dtype)
         moments = {name: views(layout.dtype) for name in names}
@@ -75,7 +83,21 @@ def _rehearse(
                     unit.step_mixed(masters, grads, state, copies, clip=clip)
                 else:
                     unit.step(masters, grads, state, clip=clip)
-        return meter.peak_bytes
+    # Of equal chunks the last one has the most scalars beside it; in the second update all have them
+    # from the beginning. So nothing is missing, and at most these few bytes are too many: where the
+    # peak comes before, in a parameter that is taken whole, or in a group that needs more.
+    left_out = [(a.numel - b.numel) // limit for a, b in zip(layout.slices, slices, strict=True)]
+    return meter.peak_bytes + sum(n * unit.scalar_bytes(i) for i, n in enumerate(left_out))
+
+
+def _shortened(given: Slice, limit: int) -> Slice:
+    """A parameter with fewer full chunks, as a vector; itself, if it has few or is not cut."""
+    left_out = max(0, given.numel // limit - _CHUNKS)
+    whole = torch.empty_strided(given.shape, given.stride, device="meta")
+    if not left_out or not whole.is_contiguous():
+        return given
+    numel = given.numel - left_out * limit
+    return replace(given, numel=numel, shape=(numel,), stride=(1,))
 
 
 class _Meter(TorchDispatchMode):
