@@ -80,7 +80,7 @@ def test_parse_bytes(text: int | str, num_bytes: int) -> None:
     "text", ["", "GiB", "1 XB", "-1", "-1GiB", "1e9", "1,5GB", "1 G", "nan", -1, True, 1.5, None]
 )
 def test_parse_bytes_refuses(text: Any) -> None:
-    with pytest.raises(ValueError, match="is no size(: w|; did .* W)rite"):
+    with pytest.raises(ValueError, match=r"is no size(: w|; did .* W)rite"):
         parse_bytes(text)
 
 
@@ -344,7 +344,9 @@ def test_on_a_cpu_device_and_host_share_one_memory() -> None:
     assert budget(device=1500 * kib).host_bytes == 400 * kib  # 0.8 of the rest
     assert budget(device=100 * kib).host_bytes == 800 * kib  # never more
     assert budget(host=1500 * kib).device_bytes == 460 * kib
-    with pytest.raises(HardwareError, match=r"device.*have 499\.00 KiB .*share one memory on a CPU"):
+    with pytest.raises(
+        HardwareError, match=r"device.*have 499\.00 KiB .*share one memory on a CPU"
+    ):
         budget(device=500 * kib, host=1501 * kib)
     with pytest.raises(HardwareError, match=r"memory\['host'\]: need 3072.00 GiB, have 1.46 MiB"):
         budget(device=500 * kib, host="3TiB")

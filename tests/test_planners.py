@@ -698,9 +698,63 @@ def test_states_that_fit_nowhere_are_refused_at_once(
     with pytest.raises(InsufficientMemoryError, match="no batch is small enough") as error:
         tiers.check_states_fit(workload, hw, limit, options)
     found = error.value
-    assert (found.tier, found.need_bytes, found.have_bytes) == (last, have[last] + 1, have[last])
+    assert (found.tier, found.have_bytes) == (last, have[last])
+    if last == "ssd":  # it is about a plan, and says what none undercuts
+        assert f"with less than {format_need(have[last] + 1)} of SSDs" in found.advice
+        make_plan("lohan", workload, hw, asked_for(found, limit), options)
+        return
+    assert found.need_bytes == have[last] + 1
     assert ("states='auto'" in found.advice) == (states != "auto")
     assert ("or an SSD" in found.advice) == (states == "auto" and not ssd)
+
+
+def asked_for(error: InsufficientMemoryError, limit: MemoryBudget) -> MemoryBudget:
+    """A budget with what an error's way with SSDs asks for, as it is printed."""
+    names = {"SSDs": "ssd_bytes", "host memory": "host_bytes", "device memory": "device_bytes"}
+    asked = re.findall(r"([\d.]+ \w+) of (SSDs|host memory|device memory) \(there", error.advice)
+    assert asked
+    return replace(limit, **{names[what]: parse_bytes(size) for size, what in asked})
+
+
+@pytest.mark.parametrize("states", ["auto", "ssd"])
+@pytest.mark.parametrize("schedule", ["auto", "deferred"])
+@pytest.mark.parametrize("share", [64, 1])
+def test_states_that_fit_nowhere_say_what_would_do(
+    states: Any, schedule: Any, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each tier that lacks, also the buffers in host memory, and the working set on the device:
+    states that are thought to fill those leave no room for either."""
+    monkeypatch.setattr(tiers, "QUICK_OPS", 0)
+    workload, hw = gpt_workload(layers=8), small_hardware()
+    options = PlannerOptions(states=states, schedule=schedule)
+    free = make_plan("lohan", workload, hw, budget(), replace(options, states="ssd")).prediction
+    device = free.peak_device_bytes if share == 1 else free.peak_device_bytes // share
+    limit = budget(device=device, host=4096, ssd=4096)
+    with pytest.raises(InsufficientMemoryError, match="there is a plan") as error:
+        tiers.check_states_fit(workload, hw, limit, options)
+    found = error.value
+    asked = asked_for(found, limit)
+    assert found.tier == "ssd"
+    assert parse_bytes(format_need(found.need_bytes)) == asked.ssd_bytes
+    assert (asked.device_bytes > device) == (share > 1)
+    for strategy in ("lohan", "pareto"):
+        make_plan(strategy, workload, hw, asked, options)
+
+
+@pytest.mark.parametrize("states", ["auto", "ssd"])
+def test_pareto_names_the_way_with_ssds(states: Any) -> None:
+    """Beside what it says of the device and of host memory, which are no smaller than all states
+    then; with just that much there is a plan."""
+    workload, hw = gpt_workload(layers=8), small_hardware()
+    options = PlannerOptions(states=states)
+    free = make_plan("lohan", workload, hw, budget(), replace(options, states="ssd")).prediction
+    limit = budget(device=free.peak_device_bytes, host=4096, ssd=free.peak_ssd_bytes // 3)
+    with pytest.raises(InsufficientMemoryError) as error:
+        make_plan("pareto", workload, hw, limit, options)
+    assert "Or use SSDs: with " in error.value.advice
+    asked = asked_for(error.value, limit)
+    assert asked.ssd_bytes <= 1.01 * free.peak_ssd_bytes
+    make_plan("pareto", workload, hw, asked, options)
 
 
 def test_what_is_wrong_first_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:

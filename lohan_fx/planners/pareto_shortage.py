@@ -12,6 +12,7 @@ from lohan_fx.hardware import MemoryBudget
 from lohan_fx.plan import Plan
 from lohan_fx.planners.effort import Effort
 from lohan_fx.planners.model import Model
+from lohan_fx.planners.on_ssd import budget_with_ssds, more_than
 from lohan_fx.planners.pareto_report import NAME
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.planners.schedule import at_the_peak
@@ -41,11 +42,21 @@ class Shortage:
 
     def error(self) -> InsufficientMemoryError:
         """Of the tier that lacks least for a plan, by its share of what there is; of the other one,
-        its advice.
+        its advice; and of the way with SSDs, where these lack space.
 
         With schedule "speculative" host memory comes first: what has no room there twice goes to
         the device, so the leanest plan would lack that.
         """
+        found = self._error()
+        model = self.model
+        way = budget_with_ssds(model.workload, model.hw, self.budget, model.options)
+        if way is None or way.ssd_bytes <= self.budget.ssd_bytes:
+            return found  # it is host memory alone that lacks, which `found` is about
+        if found.tier == "device" and way.device_bytes >= found.need_bytes:
+            return found
+        return found.anew(f"Or use SSDs: with {more_than(self.budget, way)} there is a plan, too.")
+
+    def _error(self) -> InsufficientMemoryError:
         host = self._of_host()
         least = self.least_error()
         if host is None or (least.tier == "ssd" and self.model.options.schedule != "speculative"):

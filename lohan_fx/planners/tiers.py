@@ -21,6 +21,7 @@ from lohan_fx.footprint import (
 )
 from lohan_fx.hardware import HardwareProfile, MemoryBudget
 from lohan_fx.plan import WHOLE, Plan, Tier
+from lohan_fx.planners.on_ssd import STRATEGY, budget_with_ssds, more_than
 from lohan_fx.planners.registry import PlannerOptions
 from lohan_fx.workload import Workload
 
@@ -298,13 +299,26 @@ def check_states_fit(
         more += ", or let states be elsewhere, too (states='auto')"
     elif not ssd:
         more += ", or an SSD"
+    where = "the model's states" + (f", of which {others} memory is full" if others else "")
+    at_peak = [("states of all units" + (", compute copies" if not apart else ""), need)]
+    least = have[last] + lacks
+    way = budget_with_ssds(workload, hw, budget, options) if last == "ssd" else None
+    if way is None:
+        advice = f"Give the plan {more}: no batch is small enough, and no strategy takes less. "
+        advice += "For states alone: what else a step needs is not counted."
+        raise InsufficientMemoryError(
+            last, least, have[last], where=where, at_peak=at_peak, advice=advice
+        )
+    units = sum(map(unit_bytes, workload.units))
+    parts = {"states and copies of all units": units, "activations": way.ssd_bytes - units}
     raise InsufficientMemoryError(
         last,
-        have[last] + lacks,
+        way.ssd_bytes,
         have[last],
-        where="the model's states" + (f", of which {others} memory is full" if others else ""),
-        at_peak=[("states of all units" + (", compute copies" if not apart else ""), need)],
-        advice=f"Give the plan {more}: no batch is small enough, and no strategy takes less.",
+        where=f"the whole step, strategy {STRATEGY!r}",
+        at_peak=[(what, size) for what, size in parts.items() if size],
+        advice=f"With {more_than(budget, way)} there is a plan. No strategy does with less than "
+        f"{format_need(least)} of SSDs ({where}), and no batch is small enough.",
     )
 
 
