@@ -363,7 +363,8 @@ class MemoryBudget:
         share, the other loses.
 
         Raises:
-            HardwareError: an unknown tier, a malformed size, or more than the hardware has.
+            HardwareError: an unknown tier, a malformed size, an int below a page, or more than the
+                hardware has.
         """
         if not isinstance(request, (Mapping, type(None))):
             raise HardwareError(

@@ -172,8 +172,9 @@ class _Request:
         """
         quicker = _QUICKER.get(self.strategy) if isinstance(self.strategy, str) else None
         if quicker is not None:
+            options = replace(self.options, explain=False)  # nobody reads the error
             with contextlib.suppress(InsufficientMemoryError):
-                return replace(self, strategy=quicker).plan(tracer, batch)
+                return replace(self, strategy=quicker, options=options).plan(tracer, batch)
         return self.plan(tracer, batch)
 
     def final(self, trial: Planned, batch: int | None) -> Planned:

@@ -734,6 +734,8 @@ def test_states_that_fit_nowhere_say_what_would_do(
         tiers.check_states_fit(workload, hw, limit, options)
     found = error.value
     asked = asked_for(found, limit)
+    with pytest.raises(InsufficientMemoryError, match="For states alone"):
+        tiers.check_states_fit(workload, hw, limit, replace(options, explain=False))
     assert found.tier == "ssd"
     assert parse_bytes(format_need(found.need_bytes)) == asked.ssd_bytes
     assert (asked.device_bytes > device) == (share > 1)

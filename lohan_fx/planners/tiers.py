@@ -302,7 +302,8 @@ def check_states_fit(
     where = "the model's states" + (f", of which {others} memory is full" if others else "")
     at_peak = [("states of all units" + (", compute copies" if not apart else ""), need)]
     least = have[last] + lacks
-    way = budget_with_ssds(workload, hw, budget, options) if last == "ssd" else None
+    names = last == "ssd" and options.explain
+    way = budget_with_ssds(workload, hw, budget, options) if names else None
     if way is None:
         advice = f"Give the plan {more}: no batch is small enough, and no strategy takes less. "
         advice += "For states alone: what else a step needs is not counted."

@@ -83,8 +83,8 @@ def _rehearse(
                     unit.step_mixed(masters, grads, state, copies, clip=clip)
                 else:
                     unit.step(masters, grads, state, clip=clip)
-    # Of equal chunks the last one has the most scalars beside it; in the second update all are
-    # there from the beginning. So nothing is missing, and at most these few bytes are too many: if the
+    # Of equal chunks the last one has the most scalars beside it, and those of a second update are
+    # all there from the beginning: nothing is missing. At most these few bytes are too many, if the
     # peak comes before, in a parameter that is taken whole, or in a group that needs more.
     left_out = [(a.numel - b.numel) // limit for a, b in zip(layout.slices, slices, strict=True)]
     return meter.peak_bytes + sum(n * unit.scalar_bytes(i) for i, n in enumerate(left_out))
