@@ -4,6 +4,7 @@ PyTorch, or refused by name."""
 from __future__ import annotations
 
 import copy
+import errno
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lohan_fx.errors import StepError
+from lohan_fx.errors import StepError, StorageError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.runtime.ssd import striped_file
 from tests.casting import NEVER
-from tests.loops import assert_same, compiled
+from tests.faults import Fault, Faults
+from tests.loops import assert_same, compiled, updater_of
 from tests.training import identical, remember_captures
 
 WIDTH = 8
@@ -186,3 +189,44 @@ def test_what_cannot_be_honoured(
     optimizer.step()
     model.lohan.close()
     assert not identical(net.first.bias.detach(), before["first.bias"])
+
+
+@pytest.mark.parametrize("more", [{}, {"skip_nonfinite": True}], ids=str)
+def test_a_step_that_some_units_have_taken(
+    more: dict[str, Any], hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be left out any more: the next step() ends it."""
+    monkeypatch.setattr(striped_file, "_RETRIES_S", (0.001,))
+    faults = Faults()
+    faults.install(monkeypatch)
+    plain, net = pair()
+    its, optimizer = adam(plain), adam(net)
+    model = compiled(net, optimizer, hw, states="ssd", schedule="serial", **more)
+
+    def backward(seed: int) -> None:
+        plain(**batch(seed)).backward()
+        model(**batch(seed)).backward()
+
+    reads = 0
+    for seed in range(2):
+        backward(seed)
+        before = faults.counts["preadv"]
+        for used in (its, optimizer):
+            used.step()
+            used.zero_grad()
+        reads = faults.counts["preadv"] - before
+    backward(2)
+    faults.fault = Fault("preadv", faults.counts["preadv"] + reads, code=errno.EIO)
+    with pytest.raises(StorageError):
+        optimizer.step()
+    faults.fault = None
+    assert updater_of(model)._updates.begun
+    optimizer.zero_grad()
+    optimizer.step()
+    its.step()
+    its.zero_grad()
+    backward(3)
+    its.step()
+    optimizer.step()
+    model.lohan.close()
+    assert_same(net, optimizer, plain, its)

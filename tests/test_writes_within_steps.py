@@ -4,6 +4,7 @@ it, as in plain PyTorch, or it is refused by name. Nothing is lost in silence.""
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from lohan_fx.errors import StepError
 from lohan_fx.hardware import HardwareProfile
+from lohan_fx.runtime.unit_updates import UnitUpdates
 from tests.casting import ALWAYS, HARD, KEPT, NEVER
 from tests.loops import assert_same, compiled, updater_of, wait_until_begun
 from tests.training import WithCopies, alternating, identical, remember_captures
@@ -282,6 +284,47 @@ def test_what_no_update_touches(
             used.zero_grad()
     model.lohan.close()
     assert_same(net, optimizer, plain, its)
+
+
+class Scaled(nn.Linear):
+    """With a parameter that is not used, of a unit that is."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.unused = nn.Parameter(torch.ones(WIDTH))
+
+
+class ScaledNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Scaled(), Scaled()
+
+
+@pytest.mark.parametrize("options", AT_ONCE[:3], ids=str)
+def test_copies_that_updates_make_as_a_whole(
+    options: dict[str, Any], hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compute copies that users see: what is written meanwhile into one that has no gradient would
+    be lost, and is refused."""
+    run = UnitUpdates.run
+
+    def late(updates: UnitUpdates, *given: Any) -> None:
+        time.sleep(0.05)
+        run(updates, *given)
+
+    net = ScaledNet().bfloat16()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    model = compiled(net, optimizer, hw, dtype="bf16", states="host", **options)
+    model(**batch(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    monkeypatch.setattr(UnitUpdates, "run", late)
+    model(**batch(1)).backward()
+    with torch.no_grad():
+        net.last.unused.add_(1)  # type: ignore[operator]
+    with pytest.raises(StepError, match=r"^parameter last\.unused was written between backward"):
+        optimizer.step()
+    model.lohan.close()
 
 
 def test_backward_reads_what_forward_did(hw: HardwareProfile) -> None:

@@ -166,7 +166,7 @@ def _missing_step(limit: int | None) -> str:
     return (
         f"{ran}, but optimizer.step() was not called since, or failed: call optimizer.step() "
         "before the next forward, as gradients are consumed when they appear (after zero_grad() it "
-        f"leaves the step out, where the schedule updates nothing before it){more}"
+        f"leaves the step out, if no unit has taken it yet){more}"
     )
 
 

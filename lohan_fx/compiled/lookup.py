@@ -9,7 +9,7 @@ from lohan_fx.compiled.fitting import PREPARE, leaves_too_little
 from lohan_fx.compiled.notices import Notices
 from lohan_fx.compiled.programs import CompiledProgram, Programs
 from lohan_fx.compiled.structure import Seen
-from lohan_fx.errors import CaptureError
+from lohan_fx.errors import CaptureError, LohanError
 from lohan_fx.signature import Signature, difference, signature_of
 
 MAX_PROGRAMS = 16
@@ -106,3 +106,6 @@ class Lookup:
             self._notices.say("uncaptured", f"evaluating op by op, without a plan: {error}")
             self._uncapturable.add(key)
             return None
+        except LohanError:
+            programs.num_evaluations += 1  # a few times: what comes later runs op by op
+            raise

@@ -177,12 +177,14 @@ class Updater:
 
     def _overtaken(self, written: Sequence[Written]) -> str | None:
         """One of these parameters that backward has begun to update; None if there is none. A unit
-        on an SSD comes back as a whole."""
+        on an SSD comes back as a whole, and compute copies are made as a whole."""
         for states, which in written:
             if states.index not in self._updating:
                 continue
+            flats = states.flats
+            copies = states.mixed and flats is not None and states.visible is flats.compute
             for i in which:
-                if self._updating[states.index][i] or states.on_ssd:
+                if self._updating[states.index][i] or states.on_ssd or copies:
                     return states.layout.slices[i].name
         return None
 
@@ -346,15 +348,16 @@ class Updater:
         """
         kept = self._accumulation.kept
         begun = self.pending and self._updates_now
-        reset = None if kept else self._reset_gradient(begun)
         changed = begun and not same_hyperparameters(self._updates.hyperparameters, self._optimizer)
-        # of a step that failed
+        # of a step that failed: some units have taken it, so that it cannot be left out any more
         retries = self._held and (kept or self._updates.begun) and not begun
-        given = list(self._held) if retries else self._kept() if kept else self._left(begun)
+        reset = None if kept or retries else self._reset_gradient(begun)
         if reset is not None and not begun:
             given = []
             if self.trials is not None:
                 self.trials.drop()
+        else:
+            given = list(self._held) if retries else self._kept() if kept else self._left(begun)
         ends_step = bool(begun or given)
         if given and not retries:
             if not begun:
@@ -410,7 +413,7 @@ class Updater:
         if reset is not None and begun:
             raise StepError(
                 f"{reset} between backward and optimizer.step(), but with schedule "
-                f"{self.schedule!r} backward had begun to update it: this step is done. Compile "
+                f"{self.schedule!r} backward had begun to update units: this step is done. Compile "
                 "with schedule='serial' or 'deferred' to leave out steps by zero_grad(), or with "
                 "gradients='kept'; skip_nonfinite=True leaves out those that are not finite"
             )
