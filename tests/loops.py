@@ -21,6 +21,14 @@ from tests.training import Squeezed, Training, identical, remember_captures, tra
 
 TIERS = ("device", "host", "ssd")
 
+AT_ONCE: list[dict[str, Any]] = [
+    {"schedule": "naive"},
+    {"schedule": "optimized"},
+    {"schedule": "overlapped"},
+    {"schedule": "optimized", "accumulate": 2},
+]
+"""Updates begin in backward."""
+
 
 class InjectedError(Exception):
     pass

@@ -17,7 +17,7 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.runtime.ssd import striped_file
 from tests.casting import NEVER
 from tests.faults import Fault, Faults
-from tests.loops import assert_same, compiled, updater_of
+from tests.loops import AT_ONCE, assert_same, compiled, updater_of
 from tests.training import identical, remember_captures
 
 WIDTH = 8
@@ -32,14 +32,6 @@ WHOLE: list[dict[str, Any]] = [
     {"gradients": "kept"},
 ]
 """Updates begin in step()."""
-
-AT_ONCE: list[dict[str, Any]] = [
-    {"schedule": "naive"},
-    {"schedule": "optimized"},
-    {"schedule": "overlapped"},
-    {"schedule": "optimized", "accumulate": 2},
-]
-"""They begin in backward."""
 
 
 class Net(nn.Module):

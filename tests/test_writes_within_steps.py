@@ -4,7 +4,6 @@ it, as in plain PyTorch, or it is refused by name. Nothing is lost in silence.""
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,8 @@ from torch import Tensor, nn
 
 from lohan_fx.errors import StepError
 from lohan_fx.hardware import HardwareProfile
-from lohan_fx.runtime.unit_updates import UnitUpdates
 from tests.casting import ALWAYS, HARD, KEPT, NEVER
-from tests.loops import assert_same, compiled, updater_of, wait_until_begun
+from tests.loops import AT_ONCE, assert_same, compiled, updater_of, wait_until_begun
 from tests.training import WithCopies, alternating, identical, remember_captures
 
 WIDTH = 8
@@ -93,12 +91,6 @@ WHOLE: list[dict[str, Any]] = [
     {"schedule": "speculative", "clip_grad_norm": NEVER},
     {"schedule": "speculative", "clip_grad_norm": NEVER, "accumulate": 2},
     {"gradients": "kept"},
-]
-AT_ONCE: list[dict[str, Any]] = [
-    {"schedule": "naive"},
-    {"schedule": "optimized"},
-    {"schedule": "overlapped"},
-    {"schedule": "optimized", "accumulate": 2},
 ]
 
 
@@ -301,24 +293,15 @@ class ScaledNet(Net):
 
 
 @pytest.mark.parametrize("options", AT_ONCE[:3], ids=str)
-def test_copies_that_updates_make_as_a_whole(
-    options: dict[str, Any], hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_that_updates_make_as_a_whole(options: dict[str, Any], hw: HardwareProfile) -> None:
     """Compute copies that users see: what is written meanwhile into one that has no gradient would
     be lost, and is refused."""
-    run = UnitUpdates.run
-
-    def late(updates: UnitUpdates, *given: Any) -> None:
-        time.sleep(0.05)
-        run(updates, *given)
-
     net = ScaledNet().bfloat16()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
     model = compiled(net, optimizer, hw, dtype="bf16", states="host", **options)
     model(**batch(0)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    monkeypatch.setattr(UnitUpdates, "run", late)
     model(**batch(1)).backward()
     with torch.no_grad():
         net.last.unused.add_(1)  # type: ignore[operator]
