@@ -22,6 +22,7 @@ from lohan_fx.runtime import engine
 from lohan_fx.runtime.executor import Executor
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.ssd import striped_file
+from lohan_fx.runtime.unit_updates import UnitUpdates
 from lohan_fx.runtime.updates import Updater
 from tests.failing import COPIES, TIERS, Resources, Run, with_copies
 from tests.faults import interrupted
@@ -163,6 +164,35 @@ def test_a_step_that_is_interrupted_is_ended_by_another(
     with pytest.raises(StepError, match=r"call optimizer\.step\(\)"):
         run.step()
     assert run.go_on() == "ended"
+    run.good_step()
+    run.close(hw)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "gradients"),
+    [*((schedule, "consumed") for schedule in SCHEDULES), ("serial", "kept"), ("deferred", "kept")],
+)
+def test_an_interrupt_while_an_ended_step_is_forgotten(
+    schedule: str, gradients: str, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All units took it. Whoever takes it for unfinished and calls optimizer.step() again has not
+    taken it twice."""
+    run = Run(hw, monkeypatch, states="host", schedule=schedule, gradients=gradients)
+    run.good_step()
+    clear = UnitUpdates.clear
+
+    def cleared(updates: UnitUpdates) -> None:
+        all_ended = len(updates.ended) > 1
+        clear(updates)
+        if all_ended:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnitUpdates, "clear", cleared)
+        with pytest.raises(KeyboardInterrupt):
+            run.two_steps()
+    assert run.go_on() != "lost"
+    run.optimizer.zero_grad()  # with gradients="kept" they are the user's
     run.good_step()
     run.close(hw)
 

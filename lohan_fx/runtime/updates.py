@@ -592,6 +592,7 @@ class Updater:
             self._lanes.wait_s += time.perf_counter() - began
         left = [given for given in self._held if not self._updates.has_begun(given)]
         if error is None:
+            self.behind, self.pending = True, False  # the step is taken, also if what follows is cut
             if self._owes_norm:
                 self._clipping.grad_norm = float(self._norms.total())
             self._clear()
@@ -712,8 +713,8 @@ class Updater:
     def _clear(self) -> None:
         if self.trials is not None:
             self.trials.drop()
+        self._held.clear()  # before what says which of them are updated: an interrupt may strike
         self._updates.clear()
-        self._held.clear()
         self._emitted.clear()
         self._updating.clear()
         self._tried.clear()
