@@ -85,6 +85,7 @@ __all__ = [
     "set_cuda_allocator",
     "specialize",
     "storage_key",
+    "traces",
     "unfused_rnn",
     "user_frames",
     "version_of",
@@ -94,6 +95,13 @@ TRACING = threading.RLock()
 """Held while a model is traced or compiled. Torch then sets a flag of the whole process
 (`torch.compiler.is_compiling`) with which its optimizers round differently: an update that runs
 on another thread waits."""
+
+
+def traces() -> bool:
+    """Whether this thread holds `TRACING`: it must wait for no update then."""
+    owned: bool = TRACING._is_owned()  # type: ignore[attr-defined]
+    return owned
+
 
 StorageWeakRef: Any = reductions.StorageWeakRef
 """Identity of a storage, and whether anybody still holds it."""

@@ -417,4 +417,4 @@ def _close(memory: Memory, stores: list[SlotStore]) -> None:
     memory.lanes.drain()
     for store in stores:
         store.close()
-    memory.close()
+    memory.close(joins=False)

@@ -451,7 +451,7 @@ def test_an_interrupted_close(hw: HardwareProfile, monkeypatch: pytest.MonkeyPat
     run = Run(hw, "host")
     executor = run.model.lohan.program().executor
 
-    def interrupt(_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     for owner, name in ((Lane, "close"), (ModelStates, "close")):

@@ -19,7 +19,7 @@ from lohan_fx.backend import backend
 from lohan_fx.errors import LohanError, StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SCHEDULES, WHOLE
-from lohan_fx.runtime.lane import close_elsewhere
+from lohan_fx.runtime.lane import close_elsewhere, wait_closed
 from lohan_fx.runtime.ssd import Syscalls
 from lohan_fx.runtime.unit_updates import UnitUpdates
 from tests.models import make
@@ -263,9 +263,7 @@ def test_a_finalizer_on_a_thread_of_ours_does_not_wait_for_it() -> None:
     thread = threading.Thread(target=collect)
     thread.start()
     thread.join(timeout=20)
-    for other in threading.enumerate():
-        if other.name == "lohan_fx-closer":
-            other.join(timeout=20)
+    wait_closed()
     assert done == ["ended"]
     close_elsewhere(lambda: done.append(threading.current_thread().name))
     assert done[-1] == threading.main_thread().name

@@ -15,17 +15,25 @@ from lohan_fx.runtime.lane import RankedLane, Ticket
 from lohan_fx.runtime.waiting import Future, Latch
 
 
-def interrupt(how: str, amount: float) -> None:
+def run(module: str, *arguments: str, timeout: float) -> None:
     """In a process of its own: what hangs cannot be ended in this one."""
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.interrupts", how, str(amount)],
+        [sys.executable, "-m", module, *arguments],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
-        timeout=120 + 4 * amount,
+        timeout=timeout,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout[-500:] + ended.stderr[-5000:]
+
+
+def interrupt(how: str, amount: float) -> None:
+    run("tests.interrupts", how, str(amount), timeout=120 + 4 * amount)
+
+
+def test_garbage_is_collected_where_nobody_may_wait(tmp_path: Path) -> None:
+    run("tests.collected", str(tmp_path), timeout=500)
 
 
 @pytest.mark.parametrize(("how", "amount"), [("traced", 3), ("signals", 0.25)])

@@ -17,13 +17,14 @@ from lohan_fx.runtime.memory import Memory
 from lohan_fx.runtime.waiting import Latch
 
 
-def give_memory_back(memory: Memory, executors: Iterable[Executor]) -> None:
-    """Give all back, and let programs that somebody holds still have nothing of it.
+def give_memory_back(memory: Memory, executors: Iterable[Executor], *, joins: bool = True) -> None:
+    """Give all back, and let programs that somebody holds still have nothing of it. `joins` as for
+    `Lane.close`.
 
     An interrupt may leave lanes running, which use what programs have: another call does the rest.
     """
     try:
-        memory.close()
+        memory.close(joins=joins)
     finally:
         if memory.lanes.joined:
             for executor in list(executors):
@@ -86,7 +87,7 @@ class Ending:
                     if optimizer is not None and not memory.inherited:
                         self._give_back(memory, optimizer)
                 finally:
-                    give_memory_back(memory, executors)
+                    give_memory_back(memory, executors, joins=False)
         finally:
             over.open()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import math
 import os
 import threading
@@ -14,20 +15,57 @@ from typing import NamedTuple
 
 import torch
 
+from lohan_fx._compat import traces
 from lohan_fx.errors import LohanError, StepError
 from lohan_fx.runtime.waiting import Latch, start_thread
 
+_closing: dict[Latch, int] = {}
+"""What `close_elsewhere` has begun, until it has ended, and in which process."""
+
 
 def close_elsewhere(close: Callable[[], None]) -> None:
-    """Run a finalizer that joins threads.
+    """Run a finalizer that waits for threads, but joins none.
 
-    Python collects garbage on any thread, on one of ours, too, which would wait for itself. So only
-    the main thread closes at once; others leave it to a thread that is made for it.
+    Python collects garbage anywhere: on one of our threads, which would wait for itself; on one
+    that traces, for which updates wait. So only the main thread closes at once, if it does not
+    trace; otherwise a thread does that is made for it. `threading` may be collecting, too, with its
+    locks held, which threads need to begin and to end: here nobody waits for either.
     """
-    if threading.current_thread() is threading.main_thread():
+    if threading.get_ident() == threading.main_thread().ident and not traces():
         close()
-    else:
-        threading.Thread(target=close, name="lohan_fx-closer").start()
+        return
+    ended = Latch()
+
+    def run() -> None:
+        try:
+            close()
+        finally:
+            end()
+
+    def start() -> None:
+        try:
+            threading.Thread(target=run, name="lohan_fx-closer", daemon=False).start()
+        except RuntimeError:  # the system refuses a thread: this one is there already
+            run()
+
+    def end() -> None:
+        _closing.pop(ended, None)
+        ended.open()
+
+    _closing[ended] = os.getpid()
+    try:
+        _thread.start_new_thread(start, ())
+    except BaseException:
+        end()
+        raise
+
+
+def wait_closed() -> None:
+    """Wait for what `close_elsewhere` has begun, whose memory is about to be wanted again. Does
+    nothing on a thread that traces."""
+    for ended, pid in _closing.copy().items() if not traces() else ():
+        if pid == os.getpid():  # a forked child has none of the threads
+            ended.wait()
 
 
 class Ticket:
@@ -212,13 +250,18 @@ class Lane:
         elif not self._gone():
             self._submit(_Job(_nothing, Ticket(), self, last=True)).settle()
 
-    def close(self) -> None:
-        """Finish what was submitted and join the thread. A second call does nothing."""
+    def close(self, *, joins: bool = True) -> None:
+        """Finish what was submitted and join the thread. A second call does nothing.
+
+        Args:
+            joins: else the thread may still be about to end (`close_elsewhere`).
+        """
         self._closed = True
         self._inbox.put(_Job(_nothing, Ticket(), None))  # wakes the thread
-        if self._thread is not threading.current_thread() and os.getpid() == self._pid:
+        if self._thread.ident != threading.get_ident() and os.getpid() == self._pid:
             self._over.wait()  # Thread.join, interrupted, takes the thread for ended
-            self._thread.join()
+            if joins:
+                self._thread.join()
             if self.stream is not None:  # copies that no thread queued, from memory that now goes
                 with suppress(RuntimeError):  # the device failed: whoever uses it gets the error
                     self.stream.synchronize()

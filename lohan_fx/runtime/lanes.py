@@ -374,13 +374,13 @@ class Lanes:
         self.d2h.drain()
         self.h2d.drain()
 
-    def close(self) -> None:
-        """Finish all transfers and join the threads."""
+    def close(self, *, joins: bool = True) -> None:
+        """Finish all transfers and join the threads. `joins` as for `Lane.close`."""
         self.closed = True
         if self.staging is not None:
             self.staging.close()
-        self.d2h.close()
-        self.h2d.close()
+        self.d2h.close(joins=joins)
+        self.h2d.close(joins=joins)
         self.joined = True
 
 

@@ -134,9 +134,10 @@ class Memory:
         """Whether this is a forked child, which has none of the threads."""
         return os.getpid() != self.pid
 
-    def close(self) -> None:
+    def close(self, *, joins: bool = True) -> None:
         """Join all threads, give all memory back, remove all files. A second call does what an
         interrupted one left, or nothing; so does one in a forked child, which has no threads.
+        `joins` as for `Lane.close`.
 
         Memory behind parameters that somebody still holds, and behind states that the optimizer
         has, goes with the last of them.
@@ -145,15 +146,15 @@ class Memory:
             return
         if self.updater is not None:
             self.updater.abort()
-            self.updater.close()
+            self.updater.close(joins=joins)
         with suppress(RuntimeError):  # a device that has failed reads nothing any more
             self._settle_compute()
-        self.lanes.close()
+        self.lanes.close(joins=joins)
         self.store.close()
         if self.file is not None:
             self.file.close()
         if self.pool is not None:
-            self.pool.close()
+            self.pool.close(joins=joins)
         if self.run is not None:
             self.run.close()
         for arena in (self.arena, self.buffer_arena, *self.moved, *self.spares):

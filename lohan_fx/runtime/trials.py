@@ -241,9 +241,9 @@ class Trials:
             trial.ended.settle()
         self._dropped.clear()
 
-    def close(self) -> None:
-        """Join the thread; the optimizer's is closed before."""
-        self._quiet.close()
+    def close(self, *, joins: bool = True) -> None:
+        """Join the thread; the optimizer's is closed before. `joins` as for `Lane.close`."""
+        self._quiet.close(joins=joins)
 
     def _accept(self, trial: Trial) -> None:
         with self._lock:

@@ -592,7 +592,10 @@ class Updater:
             self._lanes.wait_s += time.perf_counter() - began
         left = [given for given in self._held if not self._updates.has_begun(given)]
         if error is None:
-            self.behind, self.pending = True, False  # the step is taken, also if what follows is cut
+            self.behind, self.pending = (
+                True,
+                False,
+            )  # the step is taken, also if what follows is cut
             if self._owes_norm:
                 self._clipping.grad_norm = float(self._norms.total())
             self._clear()
@@ -701,14 +704,15 @@ class Updater:
             self._accumulation.count = 0
         self._clear()
 
-    def close(self) -> None:
-        """Finish what is running and join the thread. Raises as `join`, when all has ended."""
+    def close(self, *, joins: bool = True) -> None:
+        """Finish what is running and join the thread. `joins` as for `Lane.close`. Raises as
+        `join`, when all has ended."""
         try:
             self.join()
         finally:
-            self._lane.close()
+            self._lane.close(joins=joins)
             if self.trials is not None:
-                self.trials.close()
+                self.trials.close(joins=joins)
 
     def _clear(self) -> None:
         if self.trials is not None:

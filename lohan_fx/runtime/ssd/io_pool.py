@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from lohan_fx.errors import StorageError
-from lohan_fx.runtime.waiting import Future, start_thread
+from lohan_fx.runtime.waiting import Future, Latch, start_thread
 
 _CLOSED = "the I/O threads are closed"
 _ENDED = "a thread for SSD transfers was ended from outside: compile the model again"
@@ -56,9 +56,12 @@ class IoPool:
         self._pid = os.getpid()
         self._queue = _Queue(num_threads)
         self._finalizer = weakref.finalize(self, self._queue.close)
+        self._over = [Latch() for _ in range(num_threads)]
         self._threads = [
-            threading.Thread(target=self._queue.run, name=f"lohan_fx-io_{index}", daemon=True)
-            for index in range(num_threads)
+            threading.Thread(
+                target=self._queue.run, args=(over,), name=f"lohan_fx-io_{index}", daemon=True
+            )
+            for index, over in enumerate(self._over)
         ]
         try:
             for thread in self._threads:
@@ -115,13 +118,19 @@ class IoPool:
     def counters(self) -> IoCounters:
         return self._queue.counters()
 
-    def close(self) -> None:
+    def close(self, *, joins: bool = True) -> None:
         """Finish what was submitted and join the threads. A second call does what an interrupted
-        one left, or nothing."""
+        one left, or nothing.
+
+        Args:
+            joins: else threads may still be about to end (`runtime.lane.close_elsewhere`).
+        """
         self._queue.close()
-        for thread in self._threads:
-            if thread is not threading.current_thread() and thread.ident is not None:
-                thread.join()
+        for thread, over in zip(self._threads, self._over, strict=True):
+            if thread.ident not in (None, threading.get_ident()) and os.getpid() == self._pid:
+                over.wait()
+                if joins:
+                    thread.join()
         self._finalizer.detach()
 
 
@@ -191,8 +200,9 @@ class _Queue:
                 busy_s=self._busy_s + running_s,
             )
 
-    def run(self) -> None:
-        """The life of a thread. If it is ended from outside, nobody waits for what it leaves."""
+    def run(self, over: Latch) -> None:
+        """The life of a thread, until `over`. If it is ended from outside, nobody waits for what it
+        leaves."""
         try:
             while self._run_next():
                 pass
@@ -203,6 +213,8 @@ class _Queue:
             for *_, batch in left:
                 self.cancel(batch, StorageError(_ENDED))
             raise
+        finally:
+            over.open()
 
     def _run_next(self) -> bool:
         """Run the most urgent task; False when the queue is closed and empty."""
