@@ -33,7 +33,7 @@ from lohan_fx.planners import Planner, PlannerOptions, make_plan
 from lohan_fx.profiling import profile_hardware
 from lohan_fx.runtime.arena import PageLocker
 from lohan_fx.runtime.engine import Engine, SlotStore, slots_of
-from lohan_fx.runtime.lane import close_elsewhere
+from lohan_fx.runtime.lane import close_elsewhere, wait_closed
 from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.memory import Memory, ssd_paths
 from lohan_fx.runtime.ops import engines
@@ -397,6 +397,7 @@ class Calls:
                 where=f"the {count}th forward before the first backward",
                 advice="raise memory['host'], or swap_to='ssd'",
             )
+        wait_closed()  # memory of graphs and models that are gone
         memory = self._memory
         store = SlotStore(pin=memory.pin, locker=memory.locker, name=f"slots-{len(self._stores)}")
         self._stores.append(store)

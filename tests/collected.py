@@ -55,7 +55,7 @@ def on_another_thread(collect: Callable[[], object]) -> None:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     gc.disable()
-    wanted, _ = train(None)
+    wanted, plain = train(None)
     locks: dict[str, AbstractContextManager[Any]] = {"tracing": TRACING}
     for name in ("_active_limbo_lock", "_shutdown_locks_lock"):  # the second one until Python 3.12
         if hasattr(threading, name):
@@ -75,10 +75,14 @@ def main(folder: Path) -> None:
             else:
                 weights, optimizer = train(folder)
                 call(collect)
-            wait_closed()
             optimizer.zero_grad()
             optimizer.step()  # waits until it has its states again, and changes nothing
             assert all(map(torch.equal, weights, wanted)), name
+            for ours, theirs in zip(weights, wanted, strict=True):
+                have, want = optimizer.state[ours], plain.state[theirs]
+                assert have.keys() == want.keys(), name
+                assert all(torch.equal(have[key], want[key]) for key in want), name
+            wait_closed()
             for thread in model_threads():
                 thread.join()  # it was told to end, and may be about to
             assert not list(folder.iterdir()), name

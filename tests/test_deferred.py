@@ -28,6 +28,7 @@ from tests.training import (
     Squeezed,
     Training,
     alternating,
+    ended,
     identical,
     model_threads,
     remember_captures,
@@ -180,7 +181,7 @@ def test_a_model_that_is_dropped_beside_updates(
     assert running(made)
     del made, model, training
     gc.collect()
-    assert model_threads() <= before
+    assert ended(model_threads() - before)
     assert not list(Path(hw.ssds[0].path).rglob("*"))
     plain, inputs = make("mlp")
     steps("mlp", plain, training_of("adam", plain), inputs, 2)

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 
 import lohan_fx
 import lohan_fx.compiled.replanning
+from lohan_fx._compat import TRACING
 from lohan_fx.api import LohanModule
 from lohan_fx.backend import backend
+from lohan_fx.compiled import allocation, building
 from lohan_fx.errors import LohanError, StepError
 from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import SCHEDULES, WHOLE
+from lohan_fx.runtime import lane
 from lohan_fx.runtime.lane import close_elsewhere, wait_closed
 from lohan_fx.runtime.ssd import Syscalls
 from lohan_fx.runtime.unit_updates import UnitUpdates
@@ -267,6 +270,57 @@ def test_a_finalizer_on_a_thread_of_ours_does_not_wait_for_it() -> None:
     assert done == ["ended"]
     close_elsewhere(lambda: done.append(threading.current_thread().name))
     assert done[-1] == threading.main_thread().name
+
+
+def test_an_interrupt_when_a_finalizer_has_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the thread is there: who waits for what that closes goes on to."""
+    start, go_on, done = _thread.start_new_thread, threading.Event(), []
+
+    def struck(*args: Any) -> None:
+        start(*args)
+        if args[0].__module__ == lane.__name__:
+            raise KeyboardInterrupt
+
+    def close() -> None:
+        assert go_on.wait(timeout=30)
+        done.append("closed")
+
+    with TRACING, monkeypatch.context() as patch:
+        patch.setattr(_thread, "start_new_thread", struck)
+        close_elsewhere(close)
+    threading.Timer(0.1, go_on.set).start()
+    wait_closed()
+    assert done == ["closed"]
+
+
+def test_memory_of_a_model_that_is_gone_is_waited_for(
+    hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, seen = threading.Event(), []
+    allocate = allocation.allocate
+
+    def close() -> None:
+        assert asked.wait(timeout=30)
+        seen.append("closed")
+
+    def waiting() -> None:
+        asked.set()
+        wait_closed()
+
+    def allocated(*args: Any, **options: Any) -> Any:
+        seen.append("allocated")
+        return allocate(*args, **options)
+
+    monkeypatch.setattr(building, "wait_closed", waiting)
+    monkeypatch.setattr(allocation, "allocate", allocated)
+    with TRACING:
+        close_elsewhere(close)
+    model, inputs = make("mlp")
+    optimizer = training_of("adam", model).optimizer
+    made = lohan_fx.compile(model, hw=hw, optimizer=optimizer, strategy="recompute-all")
+    made(**inputs)
+    made.lohan.close()
+    assert seen == ["closed", "allocated"]
 
 
 @pytest.mark.usefixtures("closed_backends")

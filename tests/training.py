@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -224,6 +225,14 @@ def remember_captures(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def model_threads() -> set[threading.Thread]:
     """Threads of models that are neither closed nor gone: none, between two tests."""
     return {t for t in threading.enumerate() if t.name.startswith("lohan_fx")}
+
+
+def ended(threads: set[threading.Thread]) -> bool:
+    """Whether these end within some seconds: finalizers tell threads to end, and join none."""
+    until = time.monotonic() + 10
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 @contextmanager

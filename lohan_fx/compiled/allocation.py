@@ -19,7 +19,6 @@ from lohan_fx.hardware import HardwareProfile
 from lohan_fx.plan import Plan, Schedule, Tier
 from lohan_fx.runtime.arena import Arena, Layout, PageLocker
 from lohan_fx.runtime.engine import Engine, SlotStore
-from lohan_fx.runtime.lane import wait_closed
 from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.memory import Memory, ssd_paths
 from lohan_fx.runtime.ssd import StripedFile
@@ -46,7 +45,6 @@ def allocate(
         InsufficientMemoryError: memory, or space on SSDs, was refused.
         StorageError: a file cannot be written.
     """
-    wait_closed()  # of models that are gone
     optimizer, hw = training.optimizer, options.hw
     pin, locker = options.device.type == "cuda", PageLocker()
     memory = Memory(

@@ -35,6 +35,7 @@ from lohan_fx.program import Program, residency, waiting_bytes
 from lohan_fx.progress import Line
 from lohan_fx.runtime.engine import Engine, slots_of
 from lohan_fx.runtime.executor import Executor
+from lohan_fx.runtime.lane import wait_closed
 from lohan_fx.runtime.memory import Memory
 from lohan_fx.runtime.ops import engines
 from lohan_fx.runtime.scratch import update_scratch_bytes
@@ -120,6 +121,7 @@ class Builder:
             programs.drop_pending()
         if memory is not None:
             memory.lanes.drain()  # buffers may move, and nobody may have waited for copies of them
+        wait_closed()  # memory of models that are gone
         if memory is None:
             with self.stage("allocate"):
                 programs.memory = allocation.allocate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
@@ -26,7 +27,7 @@ def give_memory_back(memory: Memory, executors: Iterable[Executor], *, joins: bo
     try:
         memory.close(joins=joins)
     finally:
-        if memory.lanes.joined:
+        if memory.lanes.ended:
             for executor in list(executors):
                 executor.close()
 
@@ -41,6 +42,7 @@ class Ending:
 
     def __init__(self) -> None:
         self._over: Latch | None = None
+        self._pid = os.getpid()
         self._lost = ""
 
     def begin(
@@ -48,15 +50,20 @@ class Ending:
     ) -> None:
         """The module is gone. Garbage collection may call this anywhere, on any thread."""
         over = self._over = Latch()
+        self._pid = os.getpid()
         try:
             close_elsewhere(partial(self._end, over, memory, executors, optimizer))
-        except BaseException:
-            over.open()  # nobody else does, if there is no thread for it
+        except BaseException as error:  # nobody else opens it, if there is no thread for it
+            self._lost = self._lost or (
+                f"the compiled model was deleted, but could not be closed ({error!r}): load model "
+                "and optimizer from a checkpoint"
+            )
+            over.open()
             raise
 
     def wait(self) -> None:
         """Wait until a model that is deleted is closed, perhaps on another thread."""
-        if self._over is not None:
+        if self._over is not None and os.getpid() == self._pid:  # a forked child lacks the thread
             self._over.wait()
 
     def __call__(self, *_: Any) -> None:

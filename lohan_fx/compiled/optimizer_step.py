@@ -83,6 +83,7 @@ class StepHook:
         # garbage collection must not end in the middle of a step a model that nobody holds
         step, module = self._step(), self._module()
         if step is None or module is None:
+            self._ending.check_step()  # on another thread it may have ended just now
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:

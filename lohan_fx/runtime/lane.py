@@ -24,12 +24,13 @@ _closing: dict[Latch, int] = {}
 
 
 def close_elsewhere(close: Callable[[], None]) -> None:
-    """Run a finalizer that waits for threads, but joins none.
+    """Run a finalizer, which may wait for threads, but must join none.
 
     Python collects garbage anywhere: on one of our threads, which would wait for itself; on one
     that traces, for which updates wait. So only the main thread closes at once, if it does not
     trace; otherwise a thread does that is made for it. `threading` may be collecting, too, with its
-    locks held, which threads need to begin and to end: here nobody waits for either.
+    locks held, which threads need to begin and to end: nobody waits for either. That takes two
+    threads: a bare one, which needs no lock to begin, starts the one that exit waits for.
     """
     if threading.get_ident() == threading.main_thread().ident and not traces():
         close()
@@ -45,7 +46,7 @@ def close_elsewhere(close: Callable[[], None]) -> None:
     def start() -> None:
         try:
             threading.Thread(target=run, name="lohan_fx-closer", daemon=False).start()
-        except RuntimeError:  # the system refuses a thread: this one is there already
+        except Exception:  # noqa: BLE001 - one more is refused, or Python ends: this one does it
             run()
 
     def end() -> None:
@@ -55,9 +56,11 @@ def close_elsewhere(close: Callable[[], None]) -> None:
     _closing[ended] = os.getpid()
     try:
         _thread.start_new_thread(start, ())
-    except BaseException:
+    except Exception:  # the system refuses a thread
         end()
         raise
+    except BaseException:  # noqa: BLE001 - an interrupt comes when the call has returned
+        pass  # the thread has begun, and what a finalizer raises is dropped
 
 
 def wait_closed() -> None:
@@ -254,7 +257,8 @@ class Lane:
         """Finish what was submitted and join the thread. A second call does nothing.
 
         Args:
-            joins: else the thread may still be about to end (`close_elsewhere`).
+            joins: not in finalizers. Without it the thread uses nothing of the lane's any more,
+                but Python may be ending it still, for which it needs locks (`close_elsewhere`).
         """
         self._closed = True
         self._inbox.put(_Job(_nothing, Ticket(), None))  # wakes the thread

@@ -71,7 +71,7 @@ class Lanes:
             memory (`Updater` counts them here, as it may be replaced).
         stream: the one that compute runs on, while a half runs (`computing`).
         closed: `close` has begun.
-        joined: it has ended, and no thread of theirs runs.
+        ended: it has ended, and no thread of theirs uses memory any more.
     """
 
     def __init__(self, device: torch.device, staging: BufferRing | None = None) -> None:
@@ -79,7 +79,7 @@ class Lanes:
         self.staging = staging
         self.counters = Counters()
         self.closed = False
-        self.joined = False
+        self.ended = False
         self.exposed_s = self.wait_s = self.update_s = 0.0
         self.recorder: Recorder | None = None
         self.stream: torch.cuda.Stream | None = None
@@ -381,7 +381,7 @@ class Lanes:
             self.staging.close()
         self.d2h.close(joins=joins)
         self.h2d.close(joins=joins)
-        self.joined = True
+        self.ended = True
 
 
 def _join(futures: Sequence[Future]) -> None:

@@ -592,10 +592,7 @@ class Updater:
             self._lanes.wait_s += time.perf_counter() - began
         left = [given for given in self._held if not self._updates.has_begun(given)]
         if error is None:
-            self.behind, self.pending = (
-                True,
-                False,
-            )  # the step is taken, also if what follows is cut
+            self.behind, self.pending = True, False  # ended, also if what follows is cut short
             if self._owes_norm:
                 self._clipping.grad_norm = float(self._norms.total())
             self._clear()

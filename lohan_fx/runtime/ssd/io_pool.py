@@ -123,7 +123,7 @@ class IoPool:
         one left, or nothing.
 
         Args:
-            joins: else threads may still be about to end (`runtime.lane.close_elsewhere`).
+            joins: as for `runtime.lane.Lane.close`.
         """
         self._queue.close()
         for thread, over in zip(self._threads, self._over, strict=True):
