@@ -409,7 +409,7 @@ class Calls:
             staging = footprint.staging_of(self._workload, self._plan)
             memory.grow_buffers({"staging": (staging.count, staging.total_bytes)})
         states = ModelStates(
-            nn.Module(), (), (), {}, _NO_STATES, None, self._device, None, None, None
+            nn.Module(), (), (), {}, _NO_STATES, None, memory.lanes, None, None, None
         )
         return Engine(self.slots, (), states, None, memory.lanes, store)
 

@@ -73,7 +73,7 @@ def allocate(
             footprint.tiers_of(plan),
             training.state_layout,
             optimizer,
-            options.device,
+            memory.lanes,
             memory.arena,
             region,
             memory.file,

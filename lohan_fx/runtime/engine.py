@@ -193,7 +193,7 @@ class Engine:
         self.place = 0  # of the forward, or backward, that runs
         self._loans: dict[tuple[int, int], _Loan] = {}
         self._fetches: dict[tuple[int, int], Ticket] = {}
-        self._copies_units = self._reads_units = False  # since `settle_units`
+        self._copies_shown = self._reads_shown = False  # since `settle_units`
 
     # -- the program's ops ------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ class Engine:
                 instead=parked,
             )
         self._fetches[self.place, unit] = ticket
-        self._copies_units = True
+        self._copies_shown |= flats.compute is states.visible
         return flat
 
     def _cast(self, states: UnitStates, label: Label) -> tuple[Tensor, Ticket]:
@@ -321,7 +321,8 @@ class Engine:
         if after is not None:
             after.synchronize()
         self.lanes.count(h2d_bytes=num_bytes)
-        self._reads_units = True
+        assert states.flats is not None
+        self._reads_shown |= states.flats.compute is states.visible
         return views_of(states.reachable(self.lanes.device), states.layout.slices)
 
     def write_gradient(
@@ -381,14 +382,14 @@ class Engine:
     # -- one step ---------------------------------------------------------------------------
 
     def settle_units(self) -> None:
-        """Wait on the host until neither copies nor compute itself read units in host memory: where
-        no backward follows, user code may write into weights."""
-        reached = self.lanes.mark() if self._reads_units else None
-        if reached is not None:
-            reached.synchronize()
-        if self._copies_units:
+        """Wait on the host until neither copies nor compute itself read what parameters show of
+        units in host memory: user code may write there now. (Compute copies beside masters are
+        written by `ModelStates` alone, which waits where it does so.)"""
+        if self._reads_shown:
+            self.lanes.settle()
+        elif self._copies_shown:
             self.lanes.h2d.drain()
-        self._copies_units = self._reads_units = False
+        self._copies_shown = self._reads_shown = False
 
     def reset(self, place: int | None = None) -> None:
         """Forget what a step left behind that did not run to its end, in one place or in all.

@@ -128,9 +128,8 @@ class Executor:
                     target = self.buffers(role.target) if role.target else inputs[role.index]
                     with torch.no_grad():
                         target.copy_(value)
-            if self.halves.backward is None:
-                self.engine.settle_units()
-            else:
+            self.engine.settle_units()
+            if self.halves.backward is not None:
                 saved = list(results[split:])
                 buffers = [self.buffers(name) for name in self.reachable.buffers]
                 self.waiting.append(
@@ -192,6 +191,7 @@ class Executor:
             gradients = self._run(self.halves.backward, arguments)
             if recorder is not None:
                 recorder.end_compute()
+            self.engine.settle_units()
             if updater is not None:
                 updater.end()
             found = {

@@ -109,6 +109,12 @@ class Lanes:
         event.record(self.stream)
         return event
 
+    def settle(self) -> None:
+        """Wait until the device has run what compute was given, with the copies it waits for."""
+        reached = self.mark()
+        if reached is not None:
+            reached.synchronize()
+
     @contextmanager
     def computing(self) -> Iterator[None]:
         """What the calling thread runs inside is compute, on its current stream, which stays.

@@ -74,7 +74,7 @@ class Memory:
             arena.register(region.offset, region.num_bytes)
         self.connected = False
         if self.buffer_arena is not None:
-            self._settle_compute()
+            self.lanes.settle()  # an update may still read parked gradients
             self.buffer_arena.close()
         self.buffer_arena, self.regions, self.buffers = arena, regions, merged
         if "staging" in merged:
@@ -103,19 +103,12 @@ class Memory:
         if not self.spares:
             return
         self.lanes.drain()
-        self._settle_compute()
+        self.lanes.settle()  # a forward may still read units where they lie
         for states in self.states.units:
             states.drop_spare()
         for arena in self.spares:
             arena.close()
         self.spares = []
-
-    def _settle_compute(self) -> None:
-        """Wait for what compute has been given: a forward may still read units where they lie, an
-        update parked gradients."""
-        reached = self.lanes.mark()
-        if reached is not None:
-            reached.synchronize()
 
     def ring(self, name: str) -> BufferRing | None:
         """A new ring over the buffers of that name."""
@@ -148,7 +141,7 @@ class Memory:
             self.updater.abort()
             self.updater.close(joins=joins)
         with suppress(RuntimeError):  # a device that has failed reads nothing any more
-            self._settle_compute()
+            self.lanes.settle()
         self.lanes.close(joins=joins)
         self.store.close()
         if self.file is not None:

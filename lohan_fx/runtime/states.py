@@ -27,6 +27,7 @@ from lohan_fx.runtime.arena import Arena, Region, available_host_bytes
 from lohan_fx.runtime.flats import Lent, views_of
 from lohan_fx.runtime.gradients import Gradients
 from lohan_fx.runtime.initial_state import pull_initial_state, release_state
+from lohan_fx.runtime.lanes import Lanes
 from lohan_fx.runtime.optimizer import UnitOptimizer
 from lohan_fx.runtime.ssd import StripedFile
 from lohan_fx.runtime.unit_states import UnitStates, addresses_of
@@ -77,7 +78,7 @@ class ModelStates:
         tiers: unit → tier.
         state_layout: compute dtype and number of optimizer states.
         optimizer: the user's optimizer; None if nothing is managed for it.
-        device: the compute device.
+        lanes: of the compute device.
         arena, region: the slab and the part of it that holds the host units, and the `copies`.
         file: the SSD file that holds the SSD units.
         source: gives units with parameters on the meta device their values.
@@ -101,7 +102,7 @@ class ModelStates:
         tiers: Mapping[str, Tier],
         state_layout: StateLayout,
         optimizer: torch.optim.Optimizer | None,
-        device: torch.device,
+        lanes: Lanes,
         arena: Arena | None,
         region: Region | None,
         file: StripedFile | None,
@@ -109,7 +110,8 @@ class ModelStates:
         copies: Collection[str] = (),
         casts: Collection[str] = (),
     ) -> None:
-        self.device = device
+        self._lanes = lanes
+        self.device = device = lanes.device
         self.generation = 0
         self.uncounted: Counter[str] = Counter()
         self.file = file
@@ -236,6 +238,7 @@ class ModelStates:
             s.name: (states, i) for states in self.units for i, s in enumerate(states.layout.slices)
         }
         waiting = Counter(where[name][0].index for name in names)
+        self.settle()
         self.generation += 1
         for name, value in values:
             states, i = where[name]
@@ -285,6 +288,12 @@ class ModelStates:
         the rest. Nothing runs that reads these parameters."""
         self._copy_written(written, compare=False)
 
+    def settle(self, units: Iterable[UnitStates] | None = None) -> None:
+        """Wait for compute, before these units (all) are written: it may be in a forward still that
+        reads them in host memory. What it does on the device comes in order."""
+        if any(states.tier != "device" for states in (self.units if units is None else units)):
+            self._lanes.settle()
+
     def compare(self) -> None:
         """Take over what user code wrote where nobody counts: all weights are read."""
         self._copy_written((states, ()) for states in self.units)
@@ -292,6 +301,8 @@ class ModelStates:
     def _copy_written(self, written: Iterable[Written], *, compare: bool = True) -> None:
         """Take over these parameters of units, and note what no version counts: a backward that is
         to come and reads it would not be that of its forward."""
+        written = list(written)
+        self.settle(states for states, _ in written)
         before, stored = self.generation, False
         self.generation += 1  # first: an interrupt may leave some copied
         for states, which in written:

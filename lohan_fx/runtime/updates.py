@@ -172,7 +172,6 @@ class Updater:
             return
         if self.trials is not None:
             self.trials.distrust({states.index for states, _ in written})
-        self._settle_compute()  # it may be in forward still
         self._states.copy_written(written)
 
     def _overtaken(self, written: Sequence[Written]) -> str | None:
@@ -440,7 +439,7 @@ class Updater:
         sums = [s for s in self._states.trained if any(s.sums) and s.index not in held]
         found = [*self._held, *tried, *map(UnitGradients.only_sums, sums)]
         if (sums or tried) and not begun:
-            self._settle_compute()  # it may be far behind this thread: trials go on meanwhile
+            self._states.settle()  # compute may be far behind this thread: trials go on meanwhile
             began = time.perf_counter()
             try:
                 self._end_tried_additions(found)
@@ -503,19 +502,12 @@ class Updater:
     def _kept(self) -> list[UnitGradients]:
         """What the parameters have as ``.grad``, unit by unit: those that have none are left."""
         self.join()
-        self._settle_compute()
+        self._states.settle()
         if not self._states.gradients.unscale(self._optimizer):
             return []
         if self.schedule in LATE:
             self._states.gradients.take()  # a tensor of the user's may be written before it is read
         return self._states.gradients.found()
-
-    def _settle_compute(self) -> None:
-        """Wait until the device has run all that it was given: a forward after backward, too, which
-        may read what updates in host memory write."""
-        reached = self._lanes.mark()
-        if reached is not None and any(s.tier != "device" for s in self._states.units):
-            reached.synchronize()
 
     def _update_all(self, found: Sequence[UnitGradients]) -> None:
         """Update units whose gradients have waited: by the schedule; resident ones at once."""
