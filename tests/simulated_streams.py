@@ -218,9 +218,9 @@ class SimulatedRaces(StreamRaces):
         def before(owner: type, name: str) -> None:
             original = getattr(owner, name)
 
-            def told(thing: Any, *args: Any) -> Any:
+            def told(thing: Any, *args: Any, **options: Any) -> Any:
                 tell(thing)
-                return original(thing, *args)
+                return original(thing, *args, **options)
 
             stack.enter_context(mock.patch.object(owner, name, told))
 
@@ -246,9 +246,9 @@ class SimulatedRaces(StreamRaces):
         def submitted(lane: Lane, job: Any, also: Sequence[Ticket] = ()) -> Ticket:
             tell(job.ticket, 1)
 
-            def run() -> None:
+            def run() -> Any:
                 hear(job.ticket, 1)
-                job.run()
+                return job.run()
 
             return submit(lane, job._replace(run=run), also)
 

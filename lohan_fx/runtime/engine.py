@@ -6,7 +6,6 @@ once except release, wait and wait_unit, which make compute wait for a transfer.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from lohan_fx.runtime.arena import Arena, PageLocker
 from lohan_fx.runtime.flats import views_of
 from lohan_fx.runtime.lane import Ticket
 from lohan_fx.runtime.lanes import Lanes, storage_of
-from lohan_fx.runtime.recording import Label, Stamp
+from lohan_fx.runtime.recording import Label
 from lohan_fx.runtime.ssd import IoPool, RunDirectory, StripedFile
 from lohan_fx.runtime.states import ModelStates
 from lohan_fx.runtime.unit_states import UnitStates
@@ -238,9 +237,10 @@ class Engine:
         return self.place * each + where.offset
 
     def release(self, slot: int) -> None:
-        began = self._pause()
-        self._loans[self.place, slot].copied.wait(self.lanes.stream)
-        self._resume(began, self.lanes.label("release", self.slots[slot].name))
+        began = self.lanes.pause()
+        copied = self._loans[self.place, slot].copied
+        copied.wait(self.lanes.stream)
+        self.lanes.resume(began, self.lanes.label("release", self.slots[slot].name), copied)
 
     def prefetch(self, slot: int) -> Tensor:
         where = self.slots[slot]
@@ -265,9 +265,9 @@ class Engine:
     def wait(self, slot: int) -> None:
         loaded = self._loans.pop((self.place, slot)).loaded
         assert loaded is not None
-        began = self._pause()
+        began = self.lanes.pause()
         loaded.wait(self.lanes.stream)
-        self._resume(began, self.lanes.label("wait", self.slots[slot].name))
+        self.lanes.resume(began, self.lanes.label("wait", self.slots[slot].name), loaded)
 
     def fetch_unit(self, unit: int, window: int) -> Tensor:
         states = self.states.units[unit]
@@ -301,17 +301,19 @@ class Engine:
 
     def _cast(self, states: UnitStates, label: Label) -> tuple[Tensor, Ticket]:
         """A compute copy made by compute itself, in order with updates and with what reads it."""
-        began = self._pause()
+        began = self.lanes.pause()
         flat, there = states.cast(), Ticket()
         there.finish()
-        self._resume(began, label, waits=False)
+        self.lanes.resume(began, label, waits=False)
         return flat, there
 
     def wait_unit(self, flat: Tensor, unit: int, window: int) -> list[Tensor]:
         states = self.states.units[unit]
-        began = self._pause()
-        self._fetches.pop((self.place, unit)).wait(self.lanes.stream)
-        self._resume(began, self.lanes.label("wait_unit", window_storage(states.unit.name, window)))
+        label = self.lanes.label("wait_unit", window_storage(states.unit.name, window))
+        began = self.lanes.pause()
+        fetched = self._fetches.pop((self.place, unit))
+        fetched.wait(self.lanes.stream)
+        self.lanes.resume(began, label, fetched)
         return views_of(flat, states.layout.slices)
 
     def host_view(self, unit: int, num_bytes: int) -> list[Tensor]:
@@ -333,51 +335,17 @@ class Engine:
 
     def emit_written(self, unit: int) -> None:
         assert self.updater is not None
-        began = self._pause()
         self.updater.emit_written(unit)
-        label = self.lanes.label("emit_gradients", self.states.units[unit].unit.name)
-        self._resume(began, label)
 
     def emit_gradients(self, gradients: Sequence[Tensor | None], unit: int) -> None:
         assert self.updater is not None
-        began = self._pause()
         self.updater.emit(unit, gradients, parked=unit in self.parked)
-        states = self.states.units[unit]
-        stall = self.lanes.label("emit_gradients", states.unit.name)
-        # a device-resident unit is updated here: that is work, and has its own span
-        self._resume(began, stall if states.tier != "device" else None)
 
     def release_gradients(self, unit: int) -> None:
         assert self.updater is not None
-        began = self._pause()
-        self.updater.release(unit)
-        self._resume(
-            began, self.lanes.label("release_gradients", self.states.units[unit].unit.name)
-        )
-
-    # -- recording --------------------------------------------------------------------------
-
-    def _pause(self) -> Stamp | None:
-        """Compute pauses for an op of ours; None if that is not noted (CUDA, not recorded)."""
-        recorder = self.lanes.recorder
-        if recorder is not None:
-            return recorder.end_compute(self.lanes.stream)
-        return None if self.lanes.device.type == "cuda" else time.perf_counter()
-
-    def _resume(
-        self, began: Stamp | None, label: Label | None = None, *, waits: bool = True
-    ) -> None:
-        """Compute goes on; `label` names the time since `began`, as waiting or as work."""
-        if began is None:
-            return
-        if label is not None and waits and isinstance(began, float):
-            self.lanes.exposed_s += time.perf_counter() - began
-        recorder = self.lanes.recorder
-        if recorder is not None:
-            now = recorder.mark(self.lanes.stream)
-            if label is not None:
-                recorder.add("gpu", label, began, now)
-            recorder.begin_compute(now)
+        label = self.lanes.label("release_gradients", self.states.units[unit].unit.name)
+        began = self.lanes.pause()
+        self.lanes.resume(began, label, self.updater.release(unit))
 
     # -- one step ---------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from lohan_fx.runtime.clipping import Norms
 from lohan_fx.runtime.flats import on_device, views_of
 from lohan_fx.runtime.lane import Ticket
 from lohan_fx.runtime.lanes import Lanes
+from lohan_fx.runtime.recording import Label
 from lohan_fx.runtime.unit_states import UnitStates
 
 
@@ -44,8 +45,9 @@ class GradientOffload:
             where they will be, when they are there, and the buffer to `give_back`, if it was lent.
         """
         index = states.index
+        label = self._lanes.label("emit_gradients", states.unit.name)
         own = index in self._buffers
-        buffer = self._buffers[index] if own else self._rings[states.tier].acquire()
+        buffer = self._buffers[index] if own else self._lent(states.tier, label)
         flat = buffer[: states.unit.compute_bytes].view(states.layout.copy_dtype)
         views: list[Tensor | None] = list(views_of(flat, states.layout.slices))
         pairs = []
@@ -58,9 +60,18 @@ class GradientOffload:
                 pairs.append((gradient, view))
         if norms is not None:
             norms.take_all(states, gradients)
-        label = self._lanes.label("emit_gradients", states.unit.name)
         arrival = self._arrivals[index] = self._lanes.to_host(pairs, label)
         return views, arrival, None if own else buffer
+
+    def _lent(self, tier: str, label: Label) -> Tensor:
+        """A buffer. Where all are in use, this thread waits, and compute for it."""
+        ring = self._rings[tier]
+        buffer = ring.try_acquire()
+        if buffer is None:
+            began = self._lanes.pause()
+            buffer = ring.acquire()
+            self._lanes.resume(began, label)
+        return buffer
 
     def unparked(
         self, states: UnitStates, gradients: Sequence[Tensor | None]
@@ -85,9 +96,11 @@ class GradientOffload:
         """Let others have a unit's buffer."""
         self._rings[states.tier].release(buffer)
 
-    def release(self, index: int) -> None:
-        """Compute waits until the unit's gradients have left the device."""
-        self._arrivals.pop(index).wait(self._lanes.stream)
+    def release(self, index: int) -> Ticket:
+        """Compute waits until the unit's gradients have left the device. Returns for what."""
+        arrival = self._arrivals.pop(index)
+        arrival.wait(self._lanes.stream)
+        return arrival
 
     def write(
         self,

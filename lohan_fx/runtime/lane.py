@@ -75,18 +75,19 @@ class Ticket:
     """The end of one transfer: `wait` for compute, `synchronize` for the host.
 
     A failed transfer raises at both. On CUDA the work may still be queued on the lane's stream
-    when the ticket is signalled; `event` then marks its end.
+    when the ticket is signalled; `event` then marks its end, and also when, if it is `timed`.
     """
 
-    __slots__ = ("_error", "_signal", "event")
+    __slots__ = ("_error", "_signal", "event", "timed")
 
     def __init__(self) -> None:
         self._signal = Latch()
         self._error: BaseException | None = None
         self.event: torch.cuda.Event | None = None
+        self.timed = False
 
-    def finish(self, event: torch.cuda.Event | None = None) -> None:
-        self.event = event
+    def finish(self, event: torch.cuda.Event | None = None, *, timed: bool = False) -> None:
+        self.event, self.timed = event, timed
         self._signal.open()
 
     def fail(self, error: BaseException) -> None:
@@ -144,7 +145,7 @@ class _Job(NamedTuple):
     """`rank` and `ready` are those of `RankedLane`. `last`: after all that was submitted before.
     `lane`: whose it is, and that lives until it has run."""
 
-    run: Callable[[], None]
+    run: Callable[[], torch.cuda.Event | None]
     ticket: Ticket
     lane: Lane | None
     rank: int | None = 0
@@ -212,11 +213,15 @@ class Lane:
             raise
 
     def submit(
-        self, job: Callable[[], None], ticket: Ticket | None = None, also: Sequence[Ticket] = ()
+        self,
+        job: Callable[[], torch.cuda.Event | None],
+        ticket: Ticket | None = None,
+        also: Sequence[Ticket] = (),
     ) -> Ticket:
         """Queue a job. It may use `self.stream`; the ticket's event is recorded behind it.
 
         Args:
+            job: returns the event of its end, with timing, if it has recorded one.
             also: tickets that the job is to signal; they fail if it can never run.
 
         Raises:
@@ -304,9 +309,9 @@ class Lane:
         run, ticket = self._take()[:2]
         try:
             with self._context():
-                run()
-            event = None
-            if self.stream is not None:
+                event = run()
+            timed = event is not None
+            if event is None and self.stream is not None:
                 event = torch.cuda.Event()
                 event.record(self.stream)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the ticket gets it
@@ -314,7 +319,7 @@ class Lane:
             ticket.fail(error)
         else:
             del run
-            ticket.finish(event)
+            ticket.finish(event, timed=timed)
         self._unsettled.pop(ticket, None)
 
     def _receive(self) -> bool:

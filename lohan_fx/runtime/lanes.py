@@ -184,8 +184,8 @@ class Lanes:
         stream = lane.stream
         recorder = self.recorder
 
-        def copy() -> Stamp | None:
-            """Returns the recorded end, if there is one."""
+        def copy() -> torch.cuda.Event | None:
+            """Returns the event of the end, with timing, if that is recorded."""
             if stream is not None and start is not None:
                 stream.wait_event(start)
             began = recorder.mark(stream) if recorder is not None else 0.0
@@ -199,7 +199,7 @@ class Lanes:
                 return None
             ended = recorder.mark(stream)
             recorder.add(link, label, began, ended, size)
-            return ended
+            return None if isinstance(ended, float) else ended
 
         if stream is not None and (after is None or after.done()):
             if after is not None:
@@ -207,16 +207,17 @@ class Lanes:
             ticket = Ticket()
             with self._on(stream):  # asynchronous already: no thread need queue it
                 event = copy()
-                if not isinstance(event, torch.cuda.Event):
+                timed = event is not None
+                if event is None:
                     event = torch.cuda.Event()
                     event.record(stream)
-            ticket.finish(event)
+            ticket.finish(event, timed=timed)
             return ticket
 
-        def job() -> None:
+        def job() -> torch.cuda.Event | None:
             if after is not None:
                 after.synchronize()
-            copy()
+            return copy()
 
         return lane.submit(job)
 
@@ -356,6 +357,42 @@ class Lanes:
                 self.staging.release(buffer)
 
     # -- recording ---------------------------------------------------------------------------
+
+    def pause(self) -> torch.cuda.Event | float | None:
+        """Compute pauses for an op of ours; None if that is not noted (CUDA, not recorded)."""
+        if self.recorder is not None:
+            return self.recorder.end_compute(self.stream)
+        return None if self._cuda else time.perf_counter()
+
+    def resume(
+        self,
+        began: torch.cuda.Event | float | None,
+        label: Label,
+        behind: Ticket | None = None,
+        *,
+        waits: bool = True,
+    ) -> None:
+        """Compute goes on; `label` names the time since `began`, as waiting or as work.
+
+        Args:
+            behind: all that compute has waited for: its own event, if timed, says until when, and
+                the device takes no other.
+        """
+        if began is None:
+            return
+        if waits and isinstance(began, float):
+            self.exposed_s += time.perf_counter() - began
+        if self.recorder is None:
+            return
+        now: Stamp
+        if behind is not None and behind.timed:
+            assert not isinstance(began, float)
+            assert behind.event is not None
+            now = (began, behind.event)
+        else:
+            now = self.recorder.mark(self.stream)
+        self.recorder.add("gpu", label, began, now)
+        self.recorder.begin_compute(now)
 
     @contextmanager
     def _recorded(self, lane: Literal["d2h", "h2d"], label: Label, size: int) -> Iterator[None]:

@@ -14,8 +14,8 @@ import torch
 from lohan_fx.hardware import lane_name
 from lohan_fx.timeline import Lane, Span, StepPhase, Timeline
 
-Stamp = torch.cuda.Event | float
-"""A moment: an event on the stream that was current, or seconds of the host's clock."""
+Stamp = torch.cuda.Event | tuple[torch.cuda.Event, torch.cuda.Event] | float
+"""A moment: an event on a stream, the later of two, or seconds of the host's clock."""
 
 
 class Label(NamedTuple):
@@ -40,9 +40,9 @@ class Recorder:
         self._base = self.mark()
         self._base_s = time.perf_counter()
 
-    def mark(self, stream: torch.cuda.Stream | None = None) -> Stamp:
+    def mark(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event | float:
         """Now, on a stream, or on the current one, which torch looks up in Python (on a CPU device:
-        on the host)."""
+        on the host). The device takes some microseconds over it, too."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -54,11 +54,16 @@ class Recorder:
 
     # -- the compute lane --------------------------------------------------------------------
 
+    @property
+    def computing(self) -> bool:
+        """Whether this is between `begin_compute` and `end_compute`."""
+        return self._segment is not None
+
     def begin_compute(self, now: Stamp | None = None) -> None:
         """Compute goes on from here, or from `now`: fewer events, less that recording costs."""
         self._segment = self.mark() if now is None else now
 
-    def end_compute(self, stream: torch.cuda.Stream | None = None) -> Stamp:
+    def end_compute(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event | float:
         """Compute, on this stream, pauses here, for an op of ours."""
         now = self.mark(stream)
         if self._segment is not None:
@@ -97,5 +102,7 @@ class Recorder:
     def _seconds(self, stamp: Stamp) -> float:
         if isinstance(stamp, float):
             return stamp - self._base_s
+        if isinstance(stamp, tuple):
+            return max(map(self._seconds, stamp))
         assert isinstance(self._base, torch.cuda.Event)
         return self._base.elapsed_time(stamp) / 1e3

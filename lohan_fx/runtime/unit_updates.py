@@ -66,7 +66,8 @@ class UnitUpdates:
         recorder = self._lanes.recorder
         on_device = states.tier == "device"
         began_s = time.perf_counter()
-        began = recorder.mark() if recorder and on_device else began_s
+        in_backward = recorder is not None and on_device and recorder.computing
+        began = recorder.end_compute(self._lanes.stream) if recorder and on_device else began_s
         if not given.lacks_norms(self._norms):
             self._step(given, flats)
         elif not self._step_with_norms(given, flats):
@@ -77,9 +78,11 @@ class UnitUpdates:
         if not on_device:
             self._lanes.update_s += time.perf_counter() - began_s
         if recorder is not None:
-            ended = recorder.mark() if on_device else time.perf_counter()
+            ended = recorder.mark(self._lanes.stream) if on_device else time.perf_counter()
             lane: Lane = "gpu" if on_device else "cpu"
             recorder.add(lane, self._lanes.label("update", states.unit.name), began, ended)
+            if in_backward:
+                recorder.begin_compute(ended)
 
     def _step_with_norms(self, given: UnitGradients, flats: Flats) -> bool:
         """Update a unit in host memory and take norms in the same pass, if a kernel does that."""

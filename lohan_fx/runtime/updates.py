@@ -329,9 +329,9 @@ class Updater:
         states = self._states.units[index]
         self._arrived(states, *self._offload.finish_writes(states))
 
-    def release(self, index: int) -> None:
-        """Compute waits until the unit's gradients have left the device."""
-        self._offload.release(index)
+    def release(self, index: int) -> Ticket:
+        """Compute waits until the unit's gradients have left the device. Returns for what."""
+        return self._offload.release(index)
 
     def finish(self) -> bool:
         """End the step, as optimizer.step() does: with late schedules updates go on.
