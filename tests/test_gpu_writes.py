@@ -7,6 +7,7 @@ Run with ``pytest -m gpu``. (`test_user_races` has the same without a device, by
 from __future__ import annotations
 
 import itertools
+import operator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import lohan_fx
 from lohan_fx.api import LohanModule
 from lohan_fx.runtime.engine import Engine
+from tests.test_stream_races import direct
 from tests.training import Squeezed, cpu_hardware, identical, remember_captures
 
 pytestmark = pytest.mark.gpu
@@ -201,6 +203,11 @@ def test_between_backward_and_step(states: str, schedule: str, kind: str, tmp_pa
     check(tmp_path, "step", kind, states=states, **SCHEDULES[schedule])
 
 
+@pytest.mark.parametrize("at", ["backward", "step"])
+def test_units_that_are_read_where_they_lie(at: At, tmp_path: Path) -> None:
+    check(tmp_path, at, "float32", states="host", strategy=direct, schedule="serial")
+
+
 def test_without_waits_forward_reads_what_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,10 +256,9 @@ def test_recorded_waits_end_with_their_transfers(states: str, tmp_path: Path) ->
         assert not waits
         assert sum(s.kind == "update" for s in gpu) == DEPTH - 1
         return
-    arrivals: dict[tuple[str, str], list[float]] = {}
-    for span in timeline.by_lane["h2d"]:
-        if span.kind == "fetch_unit":
-            arrivals.setdefault((span.name, span.phase), []).append(span.end_s)
+    fetches = [s for s in timeline.by_lane["h2d"] if s.kind == "fetch_unit"]
+    key = operator.attrgetter("phase", "name", "start_s")
     assert waits
-    for wait in waits:
-        assert min(arrivals[wait.name, wait.phase]) <= wait.end_s + 1e-7
+    for wait, fetch in zip(sorted(waits, key=key), sorted(fetches, key=key), strict=True):
+        assert (wait.phase, wait.name) == (fetch.phase, fetch.name)
+        assert wait.end_s >= fetch.end_s - 1e-7

@@ -28,6 +28,8 @@ from lohan_fx.runtime.clipping import Clipping, Norms
 from lohan_fx.runtime.native import adam
 from lohan_fx.runtime.native.adam import Addend
 from lohan_fx.runtime.optimizer import UnitOptimizer
+from lohan_fx.runtime.states import ModelStates
+from lohan_fx.runtime.trials import Trials
 from lohan_fx.runtime.unit_states import UnitStates
 from lohan_fx.runtime.unit_updates import UnitUpdates
 from lohan_fx.runtime.updates import Updater
@@ -406,15 +408,21 @@ def test_trials_go_on_while_backward_runs_on_the_device(
     additions: Additions, hw: HardwareProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """optimizer.step() may come long before the last gradients: no trial is given up for that."""
-    settle, flip, try_step = Updater._settle_compute, UnitStates.flip, UnitOptimizer.try_step
-    waits, flips = threading.Event(), []
+    settle, submit = ModelStates.settle, Trials.submit
+    flip, try_step = UnitStates.flip, UnitOptimizer.try_step
+    waits, flips, tried = threading.Event(), [], []
 
-    def slow_device(updater: Updater) -> None:
+    def submitted(*args: Any) -> Any:
+        trial = submit(*args)
+        tried.extend([trial] if trial is not None else [])
+        return trial
+
+    def slow_device(states: ModelStates, unit: UnitStates | None = None) -> None:
         waits.set()
-        for trial in updater._tried:
-            trial.ended.settle()
+        while tried:
+            tried.pop().ended.settle()
         waits.clear()
-        settle(updater)
+        settle(states, unit)
 
     def late(*args: Any, **kwargs: Any) -> Any:
         assert waits.wait(timeout=30)
@@ -424,7 +432,8 @@ def test_trials_go_on_while_backward_runs_on_the_device(
         flips.append(states.unit.name)
         flip(states)
 
-    monkeypatch.setattr(Updater, "_settle_compute", slow_device)
+    monkeypatch.setattr(Trials, "submit", submitted)
+    monkeypatch.setattr(ModelStates, "settle", slow_device)
     monkeypatch.setattr(UnitStates, "flip", flipped)
     monkeypatch.setattr(UnitOptimizer, "try_step", late)
     loop = scaled("mlp", [[1.0, 1.0]] * 2)

@@ -15,8 +15,10 @@ import lohan_fx
 from lohan_fx.api import LohanModule
 from lohan_fx.errors import StepError
 from lohan_fx.hardware import SsdDevice
+from lohan_fx.runtime.executor import Executor
 from lohan_fx.simulate import simulate
 from lohan_fx.timeline import SSD_WRITES, Timeline, load_trace
+from tests.loops import InjectedError
 from tests.models import loss_of, make
 from tests.workloads import small_hardware
 
@@ -128,6 +130,36 @@ def test_nothing_is_recorded_outside_of_the_block(tmp_path: Path) -> None:
     step(model)
     assert len(recorder.timeline("b").spans) == before
     model.lohan.close()
+
+
+def test_a_forward_that_fails_leaves_no_compute_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates on the device end what compute does, and let it go on."""
+
+    def failing(*_: Any) -> Any:
+        raise InjectedError
+
+    model, inputs = make("mlp")
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = lohan_fx.compile(
+        model,
+        hw=small_hardware(device_kind="cpu", ssd=False),
+        optimizer=optimizer,
+        states="device",
+        schedule="deferred",
+        accumulate=2,
+    )
+    assert isinstance(made, LohanModule)
+    step(made, backwards=2)
+    with made.lohan.record() as recorder:
+        loss_of("mlp", made(**inputs)).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(Executor, "_run", failing)
+            with pytest.raises(InjectedError):
+                made(**inputs)
+        optimizer.step()
+    spans = recorder.timeline("recorded").by_lane["gpu"]
+    made.lohan.close()
+    assert {s.kind for s in spans if s.phase == "optimizer"} == {"update", "join"}
 
 
 def test_recording_needs_a_first_step(tmp_path: Path) -> None:

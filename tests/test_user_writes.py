@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -638,8 +638,8 @@ def test_an_interrupt_leaves_no_forward_to_go_on_from(
     other_memory(net)
     copy_written = UnitStates.copy_written
 
-    def interrupted(states: UnitStates, written: Collection[int], *, compare: bool) -> bool:
-        copy_written(states, written, compare=compare)
+    def interrupted(states: UnitStates, *args: Any, compare: bool) -> bool:
+        copy_written(states, *args, compare=compare)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -262,6 +262,9 @@ class Executor:
     def _fail(self, place: int | None) -> None:
         """Leave nothing behind of a half that failed; its error is on the way to the user."""
         self.unfinished = True
+        recorder = self.engine.lanes.recorder
+        if recorder is not None:
+            recorder.drop_compute()
         self.engine.reset(place)
         if self.engine.updater is not None:
             self.engine.updater.abort()

@@ -257,6 +257,8 @@ class Lane:
             self.close()
         elif not self._gone():
             self._submit(_Job(_nothing, Ticket(), self, last=True)).settle()
+        elif self.stream is not None and os.getpid() == self._pid:
+            self.stream.synchronize()  # copies that no thread queued
 
     def close(self, *, joins: bool = True) -> None:
         """Finish what was submitted and join the thread. A second call does nothing.

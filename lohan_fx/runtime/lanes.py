@@ -83,6 +83,7 @@ class Lanes:
         self.exposed_s = self.wait_s = self.update_s = 0.0
         self.recorder: Recorder | None = None
         self.stream: torch.cuda.Stream | None = None
+        self._computed: torch.cuda.Stream | None = None
         self._count_lock = threading.Lock()
         self._cuda = device.type == "cuda"
         self.d2h = Lane("d2h", torch.cuda.Stream(device) if self._cuda else None)
@@ -110,10 +111,13 @@ class Lanes:
         return event
 
     def settle(self) -> None:
-        """Wait until the device has run what compute was given, with the copies it waits for."""
+        """Wait until the device has run what compute was given, with the copies it waits for: on
+        the stream that is current here, and on the last one that ran a program."""
         reached = self.mark()
         if reached is not None:
             reached.synchronize()
+        if self._computed is not None:
+            self._computed.synchronize()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -133,6 +137,7 @@ class Lanes:
             return
         stream = torch.cuda.current_stream(self.device)
         stream.query()
+        self._computed = stream
         try:
             # on another device, changes of stream would change which device is current
             here = torch.cuda.current_device() == stream.device_index

@@ -71,6 +71,10 @@ class Recorder:
             self._segment = None
         return now
 
+    def drop_compute(self) -> None:
+        """Compute does not go on: what it was doing has failed."""
+        self._segment = None
+
     # -- result ------------------------------------------------------------------------------
 
     def timeline(self, name: str) -> Timeline:

@@ -285,13 +285,13 @@ class ModelStates:
 
     def copy_written(self, written: Iterable[Written]) -> None:
         """Take over what `written_before_update` found, and no more: backward may be about to read
-        the rest. Nothing runs that reads these parameters."""
+        the rest."""
         self._copy_written(written, compare=False)
 
-    def settle(self, units: Iterable[UnitStates] | None = None) -> None:
-        """Wait for compute, before these units (all) are written: it may be in a forward still that
-        reads them in host memory. What it does on the device comes in order."""
-        if any(states.tier != "device" for states in (self.units if units is None else units)):
+    def settle(self, unit: UnitStates | None = None) -> None:
+        """Wait for compute, before this unit (any) is written: it may be in a forward still that
+        reads it in host memory. What it does on the device comes in order."""
+        if any(states.tier != "device" for states in (self.units if unit is None else (unit,))):
             self._lanes.settle()
 
     def compare(self) -> None:
@@ -301,12 +301,10 @@ class ModelStates:
     def _copy_written(self, written: Iterable[Written], *, compare: bool = True) -> None:
         """Take over these parameters of units, and note what no version counts: a backward that is
         to come and reads it would not be that of its forward."""
-        written = list(written)
-        self.settle(states for states, _ in written)
         before, stored = self.generation, False
         self.generation += 1  # first: an interrupt may leave some copied
         for states, which in written:
-            copied = states.copy_written(which, compare=compare)
+            copied = states.copy_written(which, self.settle, compare=compare)
             slices = states.layout.slices
             self.uncounted.update(slices[i].name for i, counted in copied.items() if not counted)
             if states.on_ssd:

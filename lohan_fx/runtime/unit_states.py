@@ -221,8 +221,15 @@ class UnitStates:
         address = flat.data_ptr() + self.layout.slices[i].offset * flat.element_size()
         return bool(p.data_ptr() != address or p.device != flat.device)
 
-    def copy_written(self, written: Collection[int], *, compare: bool = True) -> dict[int, bool]:
-        """Copy what user code wrote into the flats that it did not write into itself.
+    def copy_written(
+        self,
+        written: Collection[int],
+        settle: Callable[[UnitStates], None],
+        *,
+        compare: bool = True,
+    ) -> dict[int, bool]:
+        """Copy what user code wrote into the flats that it did not write into itself, once they are
+        not read any more (`settle`).
 
         Other parameters keep their masters, which are more than their compute copies, unless they
         were written where nobody counts (``.data``), if flats are to be compared. Says which had
@@ -241,6 +248,7 @@ class UnitStates:
                         counted = i in written and self._is_counted(i)
                         differs = counted or (compare and not _agree(view, p))
                     if differs:
+                        settle(self)
                         view.copy_(p)
                         copied[i] = version_of(self.parameters[i]) != self.versions[i]
         self.expose()
