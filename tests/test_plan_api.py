@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from transformers import LlamaConfig
 
 import lohan_fx
 from lohan_fx import footprint
+from lohan_fx._compat import FakeTensorMode
 from lohan_fx.api import LohanModule
 from lohan_fx.bounds import step_bound
 from lohan_fx.errors import (
@@ -39,6 +40,7 @@ from lohan_fx.planning import next_batch
 from lohan_fx.program import waiting_bytes
 from lohan_fx.report import render
 from lohan_fx.simulate import simulate
+from lohan_fx.workspace import workspace_bytes
 from tests.toys import WIDTH, Block, Toy, made, meta, rows, small, toy
 from tests.workloads import gpt_workload, small_hardware
 
@@ -350,6 +352,19 @@ def test_a_gpu_has_none_of_the_workspaces_of_cpu_kernels() -> None:
     gpu, cpu = (plan(meta(lambda: toy(2)), rows(), hw=hw) for hw in (HW, CPU))
     assert not any(op.scratch_bytes for op in gpu.workload.ops)
     assert any(op.scratch_bytes for op in cpu.workload.ops)
+
+
+@pytest.mark.parametrize(("device", "need"), [("cuda", 84_541_696), ("meta", 0)])
+def test_the_workspace_of_cudnns_attention(device: str, need: int) -> None:
+    """As an H200's allocator counted it, beside what a plan for it had."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        x = torch.empty(8, 20, 1024, 128, dtype=torch.bfloat16, device=device)
+    tensors = [graph.placeholder(name) for name in "gqkv"]
+    for node in tensors:
+        node.meta["val"] = x
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    assert workspace_bytes(graph.call_function(op, (*tensors,))) == need
 
 
 class Attention(nn.Module):

@@ -169,6 +169,19 @@ def test_recording_needs_a_first_step(tmp_path: Path) -> None:
     model.lohan.close()
 
 
+def test_one_recording_at_a_time(tmp_path: Path) -> None:
+    model = compiled(tmp_path)
+    step(model)
+    with model.lohan.record() as recorder:
+        with pytest.raises(StepError, match="recorded already"), model.lohan.record():
+            pass
+        step(model)
+    assert recorder.timeline("recorded").spans
+    with model.lohan.record():  # after it, there may be another
+        pass
+    model.lohan.close()
+
+
 @pytest.mark.parametrize("strategy", ["swap-all", "recompute-all"])
 def test_timed_steps_are_the_same_steps(tmp_path: Path, strategy: str) -> None:
     plain = compiled(tmp_path, strategy)

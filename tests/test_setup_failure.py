@@ -34,6 +34,7 @@ from tests.training import (
     model_threads,
     training_of,
 )
+from tests.workloads import small_hardware
 
 
 @pytest.fixture(autouse=True)
@@ -236,3 +237,31 @@ def test_threads_are_refused(hw: HardwareProfile, monkeypatch: pytest.MonkeyPatc
         assert "ulimit -u" in said
     run.good_step()
     run.close(hw)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_the_largest_batch_comes_first(prepared: bool) -> None:
+    """Units stay where the first batch had room for them; another may have none then."""
+    model = torch.nn.Sequential(
+        *(layer for _ in range(6) for layer in (torch.nn.Linear(256, 256), torch.nn.Tanh()))
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = lohan_fx.compile(
+        model,
+        hw=small_hardware(device_kind="cpu", ssd=False),
+        optimizer=optimizer,
+        memory={"device": "26MiB"},
+    )
+    assert isinstance(made, LohanModule)
+    large = torch.ones(4096, 256)
+    if prepared:
+        made.lohan.prepare(large)
+    made(torch.ones(1, 256)).mean().backward()
+    optimizer.step()
+    if prepared:
+        made(large).mean().backward()
+        optimizer.step()
+    else:
+        with pytest.raises(InsufficientMemoryError, match=r"prepare\(…\) with the largest batch"):
+            made(large)
+    made.lohan.close()

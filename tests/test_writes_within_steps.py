@@ -278,6 +278,37 @@ def test_what_no_update_touches(
     assert_same(net, optimizer, plain, its)
 
 
+@pytest.mark.parametrize("write", [in_place, other_memory])
+@pytest.mark.parametrize("states", ["host", "ssd"])
+@pytest.mark.parametrize("at", ["step", "next"])
+def test_frozen_units_beside_running_updates(
+    at: str, states: str, write: Write, hw: HardwareProfile
+) -> None:
+    """No update touches them, so the next forward takes over what was written."""
+    plain = weights()
+    plain.first.requires_grad_(False)
+    net = copy.deepcopy(plain)
+    its, optimizer = (
+        torch.optim.AdamW([*each.norm.parameters(), *each.last.parameters()], lr=1e-2)
+        for each in (plain, net)
+    )
+    model = compiled(net, optimizer, hw, states=states, schedule="overlapped")
+    for seed in range(4):
+        wanted, found = plain(**batch(seed)), model(**batch(seed))
+        assert identical(found, wanted)
+        wanted.backward()
+        found.backward()
+        for each, used in ((plain, its), (net, optimizer)):
+            if at == "step":
+                write(each.first.weight)
+            used.step()
+            used.zero_grad()
+            if at == "next":
+                write(each.first.weight)
+    model.lohan.close()
+    assert_same(net, optimizer, plain, its)
+
+
 class Scaled(nn.Linear):
     """With a parameter that is not used, of a unit that is."""
 

@@ -175,12 +175,16 @@ def run_ours(
 
 def recorded(run: Ours, data: list[Batch], name: str) -> tuple[float, Timeline]:
     """What recording adds to a step, as a share of it, and what the last steps did. Steps with and
-    without it take turns: from one minute to the next the host's speed differs by more."""
+    without it take turns, and either come first: from one minute to the next the host's speed
+    differs by more."""
     without, beside = [], []
-    for _ in range(RECORDINGS):
-        without += timed(run.step, data[:RECORDED_STEPS]).seconds[1:]
-        with run.lohan.record() as recorder:
-            beside += timed(run.step, data[:RECORDED_STEPS]).seconds[1:]
+    for turn in range(RECORDINGS):
+        for records in (turn % 2 == 1, turn % 2 == 0):
+            if not records:
+                without += timed(run.step, data[:RECORDED_STEPS]).seconds[1:]
+                continue
+            with run.lohan.record() as recorder:
+                beside += timed(run.step, data[:RECORDED_STEPS]).seconds[1:]
     costs = statistics.median(beside) / statistics.median(without) - 1
     return costs, recorder.timeline(name)
 

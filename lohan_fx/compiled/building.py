@@ -174,12 +174,19 @@ class Builder:
             with self.stage("plan"):
                 return self.fitting_plan(workload, self.options.hw, planner, self.beside())
         except InsufficientMemoryError as error:
-            settled = memory is not None and planner.fixed_parked is None
-            if not settled or not has_backward(workload):
+            if memory is None or not has_backward(workload):
+                raise
+            if planner.fixed_parked is None:
+                raise error.anew(
+                    "An evaluation ran before the first step that trains, and units are where it "
+                    f"had room for them: call {PREPARE} before it."
+                ) from None
+            if error.tier != "device" or "device" not in (planner.fixed_units or {}).values():
                 raise
             raise error.anew(
-                "An evaluation ran before the first step that trains, and units are where it had "
-                f"room for them: call {PREPARE} before it."
+                "That is so where units are now, which is where the first batch had room for them: "
+                "compile anew, and call model.lohan.prepare(…) with the largest batch before any "
+                "other."
             ) from None
 
     def _parked(self) -> frozenset[str] | None:

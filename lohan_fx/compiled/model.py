@@ -70,6 +70,7 @@ class CompiledModel:
         self.optimizer = optimizer
         self.arriving = Arriving(source=source)
         self.resetting = False
+        self._records = False
         self._user = user = UserModule(model)
         self._programs = programs = Programs(optimizer)
         self._notices = Notices()
@@ -310,18 +311,22 @@ class CompiledModel:
         """Record the steps run inside the block; ask the recorder for its `timeline`.
 
         Raises:
-            StepError: no step has run yet, so there is nothing to attach to.
+            StepError: no step has run yet, so there is nothing to attach to; or this is inside of
+                another such block.
         """
         memory = self.memory
         if memory is None:
             raise StepError("record after the first step: before it there is no program")
+        if self._records:
+            raise StepError("steps are recorded already: end the other record() block first")
         recorder = Recorder(self.options.device)
-        memory.lanes.recorder = recorder
+        self._records = True
         try:
+            memory.lanes.recorder = recorder
             yield recorder
             self.wait()  # what a late schedule leaves belongs to the last step
         finally:
-            memory.lanes.recorder = None
+            memory.lanes.recorder, self._records = None, False
 
     def close(self) -> None:
         """Join all threads, give all memory back, remove all files.

@@ -265,17 +265,23 @@ class ModelStates:
             behind: updates of the last step may still run.
 
         Raises:
-            StepError: something was written that is not another optimizer's, and `behind`.
+            StepError: something was written that is not another optimizer's, nor all frozen, and
+                `behind`.
         """
         written = _written(self.units)
         if not written:
             return
-        ours = [states for states, which in written if not states.is_another_optimizers(which)]
+        ours = [
+            states
+            for states, which in written
+            if states.unit.trainable and not states.is_another_optimizers(which)
+        ]
         if ours and behind:
             raise StepError(
                 f"parameters of {ours[0].unit.name} were written while updates of the last "
-                "step were running, and one of the two is lost: call model.lohan.sync() before "
-                "writing into parameters, or use schedule='serial' or 'optimized'"
+                "step may have been running, and one of the two may be lost: call "
+                "model.lohan.sync() before writing into parameters, and now, to write again; or "
+                "use schedule='serial' or 'optimized'"
             )
         self._copy_written(written)
 
