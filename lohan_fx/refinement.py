@@ -168,7 +168,7 @@ def running_share(timeline: Timeline, timed: Workload, plan: Plan, num_runs: int
     ops = sum(
         x.seconds for x in lower(timed, plan).instructions if x.kind in ("compute", "recompute")
     )
-    apart = ("update", "fetch_unit")  # not the ops' work, as norms of gradients are not: far less
+    apart = ("update", "fetch_unit")  # not the ops' work (nor are norms: they take far less)
     ran = sum(s.seconds for s in timeline.by_lane["gpu"] if not s.stall and s.kind not in apart)
     return min(1.0, max(ran / num_runs / ops, 1 / _MAX_CORRECTION)) if ops and ran else 1.0
 
